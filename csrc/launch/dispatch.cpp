@@ -1,0 +1,71 @@
+// From a problem to the row that serves it, among the rows that this build holds.
+#include <algorithm>
+#include <cstdlib>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "names.h"
+#include "plan.h"
+
+namespace flash3 {
+namespace {
+
+// The row with the smallest head_dim that holds the problem's; null if none does. TMA pads the
+// difference with zeros.
+template <class Entry>
+Entry const* find(std::span<Entry const> table, Problem const& problem) {
+  Entry const* best = nullptr;
+  for (Entry const& row : table) {
+    KernelKey const& key = row.key;
+    bool const serves =
+        key.dtype == problem.dtype && key.mask == problem.mask && key.head_dim >= problem.head_dim;
+    if (serves && (best == nullptr || key.head_dim < best->key.head_dim)) best = &row;
+  }
+  return best;
+}
+
+// Names of the rows that differ least from the problem: in dtype or mask first, then in head_dim.
+template <class Entry>
+std::string nearest_rows(std::span<Entry const> table, Problem const& problem) {
+  constexpr std::size_t kShown = 3;
+  auto const distance = [&](Entry const* row) {
+    int const words = (row->key.dtype != problem.dtype) + (row->key.mask != problem.mask);
+    return std::tuple(words, std::abs(row->key.head_dim - problem.head_dim));
+  };
+  std::vector<Entry const*> rows;
+  for (Entry const& row : table) rows.push_back(&row);
+  std::ranges::stable_sort(rows, {}, distance);
+  if (rows.size() > kShown) rows.resize(kShown);
+  std::string names;
+  for (Entry const* row : rows) names += (names.empty() ? "" : ", ") + std::string(row->name);
+  return names.empty() ? "none, this build has no row for this pass" : names;
+}
+
+template <class Entry>
+[[noreturn]] void throw_not_built(std::span<Entry const> table, Problem const& problem,
+                                  char const* pass) {
+  std::string const dtype = word(problem.dtype), mask = word(problem.mask);
+  throw NotBuilt(
+      "flash3: this build has no " + std::string(pass) + " kernel for dtype " + dtype +
+      ", head_dim " + std::to_string(problem.head_dim) + ", mask " + mask +
+      ". Nearest built rows: " + nearest_rows(table, problem) + ". FLASH3_VARIANTS=\"" + dtype +
+      "," + mask +
+      "\" builds every row of this dtype and mask, FLASH3_VARIANTS=all builds every row.");
+}
+
+}  // namespace
+
+FwdEntry const& find_fwd(Problem const& problem) {
+  FwdEntry const* row = find(fwd_table(), problem);
+  if (row == nullptr) throw_not_built(fwd_table(), problem, "forward");
+  return *row;
+}
+
+BwdEntry const& find_bwd(Problem const& problem) {
+  BwdEntry const* row = find(bwd_table(), problem);
+  if (row == nullptr) throw_not_built(bwd_table(), problem, "backward");
+  return *row;
+}
+
+}  // namespace flash3

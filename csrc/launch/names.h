@@ -1,0 +1,11 @@
+// The words that stand for enumerators in row names, messages and the Python interface.
+#pragma once
+
+#include "params.h"
+
+namespace flash3 {
+
+constexpr char const* word(DType dtype) { return dtype == DType::kF16 ? "f16" : "bf16"; }
+constexpr char const* word(MaskKind mask) { return mask == MaskKind::kFull ? "full" : "causal"; }
+
+}  // namespace flash3

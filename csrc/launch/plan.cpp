@@ -1,0 +1,125 @@
+// From a problem to grid and workspace. All sizes are computed in 64 bits: a legal call may hold
+// more than 2^31 elements.
+#include "plan.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <numeric>
+#include <string>
+
+#include "names.h"
+
+namespace flash3 {
+namespace {
+
+constexpr std::size_t kPartAlignment = 256;  // of each part of a workspace
+constexpr int kRowsPerAlignedRun = 64;       // fp32 values in kPartAlignment bytes
+static_assert(kRowsPerAlignedRun * sizeof(float) == kPartAlignment);
+
+template <class Int>
+constexpr Int ceil_div(Int a, Int b) {
+  return (a + b - 1) / b;
+}
+
+template <class Int>
+constexpr Int round_up(Int a, Int b) {
+  return ceil_div(a, b) * b;
+}
+
+// Kernels count CTAs and rows in 32 bits.
+int to_int(int64_t count, char const* what) {
+  if (count > std::numeric_limits<int>::max()) {
+    throw std::runtime_error("flash3: " + std::string(what) + " would be " + std::to_string(count) +
+                             ", more than 2^31 - 1; split the batch");
+  }
+  return static_cast<int>(count);
+}
+
+// Lays the parts of a workspace one after the other.
+struct WorkspaceLayout {
+  std::size_t bytes = 0;
+
+  // Offset of a part of `count` elements.
+  template <class Element>
+  std::size_t add(int64_t count) {
+    std::size_t const offset = bytes;
+    bytes += round_up(static_cast<std::size_t>(count) * sizeof(Element), kPartAlignment);
+    return offset;
+  }
+};
+
+// "tile 128x176 (E001) for head_dim 128"
+template <class Entry>
+std::string tile_choice(Problem const& problem, Entry const& row) {
+  std::string text = "tile " + std::to_string(row.tile.m) + "x" + std::to_string(row.tile.n) +
+                     " (" + row.why + ") for head_dim " + std::to_string(problem.head_dim);
+  if (problem.head_dim != row.key.head_dim)
+    text += ", padded to " + std::to_string(row.key.head_dim) + " by TMA";
+  return text;
+}
+
+}  // namespace
+
+FwdPlan plan_fwd(Problem const& problem, int num_sms) {
+  FwdEntry const& row = find_fwd(problem);
+  int64_t const m_blocks = ceil_div<int64_t>(problem.seqlen_q, row.tile.m);
+  int const tiles =
+      to_int(m_blocks * problem.num_heads_q * problem.batch, "the number of forward tiles");
+  return {.row = &row,
+          .tiles = tiles,
+          .grid = std::min(tiles, num_sms),
+          .workspace_bytes = row.tile.dynamic_schedule ? sizeof(int) : 0};
+}
+
+BwdPlan plan_bwd(Problem const& problem, Order order) {
+  BwdEntry const& row = find_bwd(problem);
+  int64_t const n_blocks = ceil_div<int64_t>(problem.seqlen_k, row.tile.n);
+  // Whole tiles, and rows of lse_log2 and dpsum that start on an aligned address.
+  int64_t const rounding = std::lcm(row.tile.m, kRowsPerAlignedRun);
+  int64_t const seqlen_q_rounded = round_up<int64_t>(problem.seqlen_q, rounding);
+  int64_t const rows = seqlen_q_rounded * problem.num_heads_q * problem.batch;
+  int const query_tiles = to_int(rows / row.tile.m, "the number of query tiles");
+
+  WorkspaceLayout layout;
+  BwdPlan plan{};
+  plan.row = &row;
+  plan.grid = to_int(n_blocks * problem.num_heads_kv * problem.batch, "the backward grid");
+  plan.seqlen_q_rounded = to_int(seqlen_q_rounded, "seqlen_q rounded up to whole tiles");
+  plan.dq_accum_offset = layout.add<float>(rows * row.key.head_dim);
+  plan.lse_log2_offset = layout.add<float>(rows);
+  plan.dpsum_offset = layout.add<float>(rows);
+  plan.dq_turn_offset = layout.add<int>(order == Order::kDeterministic ? query_tiles : 0);
+  plan.workspace_bytes = layout.bytes;
+  return plan;
+}
+
+std::string explain(Problem const& problem, FwdPlan const& plan, int num_sms) {
+  FwdTile const& tile = plan.row->tile;
+  std::string why = tile_choice(problem, *plan.row) + "; " + std::to_string(plan.tiles) +
+                    " tiles of " + std::to_string(tile.m) + " query rows on " +
+                    std::to_string(num_sms) + " SMs: ";
+  if (plan.tiles <= num_sms) {
+    why += "one per CTA, " + std::to_string(num_sms - plan.grid) + " SMs idle";
+  } else {
+    why += "one persistent CTA per SM, about " + std::to_string(ceil_div(plan.tiles, plan.grid)) +
+           " tiles each, ";
+    why += tile.dynamic_schedule ? "handed out by an atomic counter, heaviest first"
+                                 : "handed out at a fixed stride";
+  }
+  return why;
+}
+
+std::string explain(Problem const& problem, BwdPlan const& plan, Order order) {
+  BwdTile const& tile = plan.row->tile;
+  return tile_choice(problem, *plan.row) + "; one CTA per " + std::to_string(tile.n) +
+         " keys of a KV head, which visits the queries of its " +
+         std::to_string(problem.num_heads_q / problem.num_heads_kv) +
+         " query heads; workspace: fp32 dQ sums and two floats per query row, seqlen_q rounded up "
+         "to " +
+         std::to_string(plan.seqlen_q_rounded) +
+         (order == Order::kDeterministic ? ", and one int per query tile that orders the sums"
+                                         : "");
+}
+
+}  // namespace flash3

@@ -1,0 +1,96 @@
+// From a problem to the kernel that serves it: which row of the variant table, how many CTAs, how
+// much workspace. Host only, no torch, no CUTLASS: tests run it without a GPU.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "params.h"
+
+namespace flash3 {
+
+// What a caller asks for. head_dim is the row's own (64, 128); a call's head_dim is served by the
+// next row above it.
+struct KernelKey {
+  DType dtype;
+  int head_dim;
+  MaskKind mask;
+  bool operator==(KernelKey const&) const = default;
+};
+
+// How a forward row runs. m counts query rows of one CTA tile, n the keys of one step.
+struct FwdTile {
+  int m, n;
+  int kv_stages, q_stages;
+  int mma_warpgroups;
+  bool dynamic_schedule;  // tiles are handed out by an atomic counter instead of a fixed stride
+};
+
+// How a backward row runs. n counts the keys that one CTA owns, m the query rows of one step.
+struct BwdTile {
+  int m, n;
+  int q_stages, do_stages;
+  bool ds_in_registers;  // where the dK GEMM takes dS from: registers, or shared memory
+  int mma_warpgroups;
+};
+
+struct FwdEntry {
+  KernelKey key;
+  FwdTile tile;
+  char const* name;  // "fwd_bf16_hd128_causal"
+  char const* why;   // the experiment that chose the tile
+  void (*launch)(FwdParams const&, cudaStream_t);
+};
+
+struct BwdEntry {
+  KernelKey key;
+  BwdTile tile;
+  char const* name;
+  char const* why;
+  void (*launch)(BwdParams const&, cudaStream_t);
+};
+
+// The rows that this build holds (generated from csrc/variants/table.py).
+std::span<FwdEntry const> fwd_table();
+std::span<BwdEntry const> bwd_table();
+
+// No row in this build serves the call; the message names the key and the nearest built rows.
+struct NotBuilt : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+FwdEntry const& find_fwd(Problem const&);
+BwdEntry const& find_bwd(Problem const&);
+
+struct FwdPlan {
+  FwdEntry const* row;
+  int tiles;                    // m-blocks * heads * batch
+  int grid;                     // persistent CTAs, at most one per SM
+  std::size_t workspace_bytes;  // the tile counter, if the schedule is dynamic
+};
+
+struct BwdPlan {
+  BwdEntry const* row;
+  int grid;
+  int seqlen_q_rounded;
+  // One allocation, each part 256-byte aligned.
+  std::size_t dq_accum_offset, lse_log2_offset, dpsum_offset, dq_turn_offset;
+  std::size_t workspace_bytes;
+};
+
+enum class Order { kFree, kDeterministic };  // of the fp32 sums into dQ
+
+FwdPlan plan_fwd(Problem const&, int num_sms);
+BwdPlan plan_bwd(Problem const&, Order);
+
+// The plan in a sentence, for `python -m flash3.doctor --plan`; apart from the plan because a call
+// has no use for it.
+std::string explain(Problem const&, FwdPlan const&, int num_sms);
+std::string explain(Problem const&, BwdPlan const&, Order);
+
+}  // namespace flash3

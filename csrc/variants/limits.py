@@ -1,0 +1,138 @@
+"""What a row may cost: shared memory, registers, shapes. A row that cannot work is refused before nvcc sees it.
+
+The model counts what dominates (operand tiles and accumulators) and adds a stated allowance for the rest. The compiler
+has the last word on registers: ``tests/sass`` reads its report.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from .table import DTYPES, MASKS, Bwd, Fwd
+
+SMEM_LIMIT = (
+    227 * 1024
+)  # bytes one CTA may use on sm_90 (CUDA programming guide, compute capabilities)
+BARRIER_BYTES = 1024  # mbarriers, the scheduler's slot and the alignment of the first tile
+ELEMENT_BYTES = 2  # fp16 and bf16
+WARPGROUP_ROWS = 64  # M of every wgmma instruction
+WARPGROUP_THREADS = 128
+MAX_WGMMA_N = 256
+MAX_TMA_BOX = 256  # elements along one dimension of a TMA box
+KERNEL_BUDGET = 240  # kernels in the whole table
+DS_STAGES = 2  # slots for dS, kDsSlots of backward/traits.cuh
+
+# Registers of a consumer thread after setmaxnreg, by consumer warpgroups: kRegisters of the two traits.cuh.
+CONSUMER_REGISTERS = {Fwd: {1: 232, 2: 232, 3: 160}, Bwd: {1: 240, 2: 240, 3: 160}}
+# Row statistics, addresses, barrier phases: what a mainloop keeps beside its accumulators.
+OTHER_REGISTERS = 24
+
+
+class LimitError(ValueError):
+    """A row asks for more than the machine has; the message names the row and every limit it breaks."""
+
+
+def smem_bytes(row: Fwd | Bwd) -> int:
+    """Shared memory of one CTA, in bytes."""
+    head_dim = row.key.head_dim
+    if isinstance(row, Fwd):  # O is staged in the slot of the Q tile it belongs to
+        rows_held = row.q_stages * row.m + 2 * row.kv_stages * row.n
+        return rows_held * head_dim * ELEMENT_BYTES + BARRIER_BYTES
+    keys_and_values = 2 * row.n * head_dim * ELEMENT_BYTES
+    queries = (row.q_stages + row.do_stages) * row.m * head_dim * ELEMENT_BYTES
+    d_scores = DS_STAGES * row.m * row.n * ELEMENT_BYTES
+    row_statistics = (
+        (row.q_stages + row.do_stages) * row.m * 4
+    )  # lse beside Q, dPsum beside dO, fp32
+    return keys_and_values + queries + d_scores + row_statistics + BARRIER_BYTES
+
+
+def registers(row: Fwd | Bwd) -> int:
+    """Registers that one consumer thread needs at the fullest point of the mainloop."""
+    head_dim = row.key.head_dim
+    if isinstance(row, Fwd):
+        rows_per_thread = row.m / row.mma_warpgroups / WARPGROUP_THREADS
+        scores = rows_per_thread * row.n  # fp32
+        probabilities = scores / 2  # two to a register; live beside the next step's scores
+        output = rows_per_thread * head_dim
+        return int(scores + probabilities + output) + OTHER_REGISTERS
+    threads = row.mma_warpgroups * WARPGROUP_THREADS
+    d_key_value = 2 * row.n * head_dim / threads
+    scores = row.n * row.m / threads
+    d_query = row.m * head_dim / threads
+    # P in fp32 meets dP in dS = P * (dP - dPsum) while the dV GEMM reads P packed; later dQ stands beside packed dS.
+    fullest = max(2.5 * scores, d_query + scores / 2)
+    return int(d_key_value + fullest) + OTHER_REGISTERS
+
+
+def gemm_widths(row: Fwd | Bwd) -> set[int]:
+    """N of every wgmma that the row issues: nothing narrower than its tile allows."""
+    head_dim = row.key.head_dim
+    if isinstance(row, Fwd):
+        return {row.n, head_dim}  # S = Q K^T, O = P V
+    # dQ (m x head_dim) is split over the warpgroups by rows where m allows it, else by columns.
+    d_query = head_dim * (row.m // WARPGROUP_ROWS) // row.mma_warpgroups
+    return {row.m, head_dim, d_query}  # S^T and dP^T, dV and dK, dQ
+
+
+def problems(row: Fwd | Bwd) -> list[str]:
+    """Every limit that the row breaks, in words; empty if it can be built."""
+    found = []
+
+    def require(condition: bool, message: str) -> None:
+        if not condition:
+            found.append(message)
+
+    require(row.key.dtype in DTYPES, f"dtype {row.key.dtype} is not one of {DTYPES}")
+    require(row.key.mask in MASKS, f"mask {row.key.mask} is not one of {MASKS}")
+    require(
+        row.key.head_dim % 64 == 0,
+        f"head_dim {row.key.head_dim} is not a multiple of 64 (a 128-byte swizzle row)",
+    )
+    require(
+        row.mma_warpgroups in CONSUMER_REGISTERS[type(row)],
+        f"mma_warpgroups {row.mma_warpgroups} is not 1, 2 or 3",
+    )
+    require(
+        row.n % 16 == 0 and 0 < row.n <= MAX_WGMMA_N,
+        f"n {row.n} is not a multiple of 16 up to {MAX_WGMMA_N}",
+    )
+    if isinstance(row, Fwd):
+        expected = WARPGROUP_ROWS * row.mma_warpgroups
+        require(row.m == expected, f"m {row.m} is not 64 * mma_warpgroups = {expected}")
+        stages = (row.q_stages, row.kv_stages)
+    else:
+        expected = WARPGROUP_ROWS * row.mma_warpgroups
+        require(row.n == expected, f"n {row.n} is not 64 * mma_warpgroups = {expected}")
+        require(
+            row.m % 64 == 0 and 0 < row.m <= MAX_TMA_BOX,
+            f"m {row.m} is not a multiple of 64 up to {MAX_TMA_BOX}",
+        )
+        stages = (row.q_stages, row.do_stages)
+    require(min(stages) >= 1, f"stages {stages} are not all at least 1")
+    require(
+        smem_bytes(row) <= SMEM_LIMIT,
+        f"needs {smem_bytes(row)} bytes of shared memory of {SMEM_LIMIT}",
+    )
+    budget = CONSUMER_REGISTERS[type(row)].get(row.mma_warpgroups)
+    if budget:
+        require(
+            registers(row) <= budget, f"needs about {registers(row)} registers a thread of {budget}"
+        )
+    return found
+
+
+def check(rows: Iterable[Fwd | Bwd]) -> None:
+    """Raise LimitError unless every row can be built, all names differ and the table is within its budget."""
+    rows = list(rows)
+    faults = [f"{row.name}: {'; '.join(found)}" for row in rows if (found := problems(row))]
+    faults += [
+        f"{name}: {count} rows have this key"
+        for name, count in Counter(r.name for r in rows).items()
+        if count > 1
+    ]
+    if len(rows) > KERNEL_BUDGET:
+        faults.append(f"the table holds {len(rows)} kernels, its budget is {KERNEL_BUDGET}")
+    if faults:
+        raise LimitError("csrc/variants/table.py:\n  " + "\n  ".join(faults))

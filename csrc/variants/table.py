@@ -1,0 +1,99 @@
+"""Every kernel that exists, one row each.
+
+A row names what a call asks for (dtype, head_dim, mask), how the kernel runs it (the tile) and the experiment in
+``docs/experiments/`` that chose the tile. The same row generates the ``.cu`` file, the dispatch entry and what
+``csrc/launch/plan.cpp`` reads, so host and device cannot disagree. An axis is here only if it changes the shared-memory
+layout, the registers, the instructions or the load path; all else is a run-time parameter.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+DTYPES = ("f16", "bf16")
+MASKS = ("full", "causal")
+
+
+@dataclass(frozen=True)
+class Key:
+    dtype: str
+    head_dim: int
+    mask: str
+
+    @property
+    def suffix(self) -> str:
+        return f"{self.dtype}_hd{self.head_dim}_{self.mask}"
+
+
+@dataclass(frozen=True)
+class Fwd:
+    """A forward row: ``m`` query rows per CTA tile, ``n`` keys per step."""
+
+    key: Key
+    m: int
+    n: int
+    kv_stages: int
+    q_stages: int
+    mma_warpgroups: int
+    dynamic_schedule: bool
+    why: str
+
+    @property
+    def name(self) -> str:
+        return f"fwd_{self.key.suffix}"
+
+
+@dataclass(frozen=True)
+class Bwd:
+    """A backward row: ``n`` keys owned by a CTA, ``m`` query rows per step; dK takes dS from registers or not."""
+
+    key: Key
+    m: int
+    n: int
+    q_stages: int
+    do_stages: int
+    ds_in_registers: bool
+    mma_warpgroups: int
+    why: str
+
+    @property
+    def name(self) -> str:
+        return f"bwd_{self.key.suffix}"
+
+
+def _fwd(head_dim: int, mask: str, **tile) -> list[Fwd]:
+    return [Fwd(Key(dtype, head_dim, mask), **tile) for dtype in DTYPES]
+
+
+def _bwd(head_dim: int, mask: str, **tile) -> list[Bwd]:
+    return [Bwd(Key(dtype, head_dim, mask), **tile) for dtype in DTYPES]
+
+
+# fmt: off
+FORWARD: list[Fwd] = [
+    *_fwd( 64, "full",   m=192, n=128, kv_stages=2, q_stages=2, mma_warpgroups=3, dynamic_schedule=False, why="E001"),
+    *_fwd( 64, "causal", m=192, n=128, kv_stages=2, q_stages=2, mma_warpgroups=3, dynamic_schedule=True,  why="E001"),
+    *_fwd(128, "full",   m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, dynamic_schedule=False, why="E001"),
+    *_fwd(128, "causal", m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, dynamic_schedule=True,  why="E001"),
+]
+
+BACKWARD: list[Bwd] = [
+    *_bwd( 64, "full",   m=64, n=128, q_stages=4, do_stages=2, ds_in_registers=True,  mma_warpgroups=2, why="E005"),
+    *_bwd( 64, "causal", m=64, n=128, q_stages=4, do_stages=2, ds_in_registers=True,  mma_warpgroups=2, why="E005"),
+    *_bwd(128, "full",   m=64, n=128, q_stages=4, do_stages=2, ds_in_registers=False, mma_warpgroups=2, why="E004"),
+    *_bwd(128, "causal", m=64, n=128, q_stages=4, do_stages=2, ds_in_registers=False, mma_warpgroups=2, why="E004"),
+]
+# fmt: on
+
+# What a machine without a Hopper GPU builds by default: enough to compile every path once.
+CORE = (
+    "fwd_bf16_hd128_full",
+    "fwd_bf16_hd64_causal",
+    "bwd_bf16_hd128_causal",
+    "bwd_bf16_hd64_full",
+)
+
+
+def all_rows() -> list[Fwd | Bwd]:
+    return list(itertools.chain(FORWARD, BACKWARD))
