@@ -1,0 +1,30 @@
+// Launching a kernel that needs more shared memory than the default limit.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "cuda_check.h"
+
+namespace flash3 {
+
+inline constexpr int kMaxSmemBytes = 227 * 1024;  // per CTA, compute capability 9.0
+
+inline int current_device() {
+  int device = 0;
+  FLASH3_CUDA_CHECK(cudaGetDevice(&device));
+  return device;
+}
+
+// Raises `kernel`'s shared-memory limit once per device.
+template <auto kernel>
+void allow_smem(int bytes) {
+  static std::atomic<uint64_t> done{0};  // one bit per device
+  uint64_t const bit = uint64_t{1} << (current_device() % 64);
+  if (done.load(std::memory_order_relaxed) & bit) return;
+  FLASH3_CUDA_CHECK(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  done.fetch_or(bit, std::memory_order_relaxed);
+}
+
+}  // namespace flash3

@@ -1,0 +1,59 @@
+// From a warpgroup's fp32 accumulator to global memory: 16-bit, through shared memory, each warp on
+// its own 16 rows.
+#pragma once
+
+#include <cutlass/arch/barrier.h>
+
+#include "common/roles.cuh"
+#include "common/tma.cuh"
+#include "common/wgmma.cuh"
+
+namespace flash3 {
+
+inline constexpr int kRowsPerWarp = 16;
+
+// Writes this warp's 16 rows of `rounded`, an accumulator (kColumns wide) converted to 16 bits,
+// into rows row_in_tile and on of a SwizzledTile<Element, kRows, kColumns> at `smem`, then makes
+// them visible to TMA and wgmma.
+template <int kRows, int kColumns, class Element, class Rounded>
+CUTLASS_DEVICE void stage_warp_rows(Rounded const& rounded, Element* smem, int row_in_tile) {
+  auto const words = recast<uint32_t const>(rounded);  // one word: two columns of one row
+  int const lane = threadIdx.x % kThreadsPerWarp;
+  // stmatrix x4 stores four 8x8 matrices; lane l names the address of row l % 8 of matrix l / 8.
+  // The matrices are, in fragment order, (rows 0-7, 8-15) x (columns 0-7, 8-15) of a 16 x 16 block.
+  int const row = row_in_tile + lane % 16;
+  CUTLASS_PRAGMA_UNROLL
+  for (int block = 0; block < kColumns / 16; ++block) {
+    int const column = block * 16 + lane / 16 * 8;
+    int const chunk = column % kBoxColumns / 8;
+    Element* const address = smem + (column / kBoxColumns * kRows + row) * kBoxColumns +
+                             (chunk ^ (row % 8)) * 8;  // the 128-byte swizzle
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                     cast_smem_ptr_to_uint(address)),
+                 "r"(words(block * 4)), "r"(words(block * 4 + 1)), "r"(words(block * 4 + 2)),
+                 "r"(words(block * 4 + 3))
+                 : "memory");
+  }
+  // stmatrix writes through the generic proxy; TMA and wgmma read through the async one.
+  cutlass::arch::fence_view_async_shared();
+  __syncwarp();
+}
+
+// The first of this warp's 16 rows in a tile whose warpgroups stack along the rows.
+CUTLASS_DEVICE int warp_row_in_tile(int warpgroup) {
+  return warpgroup * 64 + warp_index_in_warpgroup() * kRowsPerWarp;
+}
+
+// Stores the warp's staged rows and returns at once; tma_store_wait<0> in lane 0 says when the rows
+// may be overwritten.
+template <int kRows, int kColumns, class Element>
+CUTLASS_DEVICE void store_warp_rows(CUtensorMap const& map, Element const* smem, int row_in_tile,
+                                    TileCoord tile) {
+  if (threadIdx.x % kThreadsPerWarp == 0) {
+    tma_store_rows<kRows, kColumns>(map, smem, row_in_tile,
+                                    {tile.row + row_in_tile, tile.head, tile.batch});
+    tma_store_arrive();
+  }
+}
+
+}  // namespace flash3

@@ -1,0 +1,58 @@
+// Tiles of (batch, seqlen, heads, head_dim) tensors through the tensor memory accelerator (TMA).
+//
+// A tile of `rows` x head_dim 16-bit elements travels as head_dim / 64 boxes of rows x 64: 64
+// elements are the 128 bytes of the widest swizzle. In shared memory box c follows box c - 1, which
+// is the layout SwizzledTile of wgmma.cuh. Rows past the sequence and columns past the true
+// head_dim are zeros on load and dropped on store.
+#pragma once
+
+#include <cute/arch/copy_sm90_desc.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
+
+namespace flash3 {
+
+inline constexpr int kBoxColumns = 64;
+
+// L2 eviction priorities as cp.async.bulk takes them (createpolicy encodings, PTX ISA "cache
+// eviction priority").
+enum class CacheHint : uint64_t {
+  kEvictNormal = 0x1000000000000000,
+  kEvictFirst = 0x12F0000000000000,
+  kEvictLast = 0x14F0000000000000,
+};
+
+struct TileCoord {
+  int row, head, batch;
+};
+
+template <int kRows, int kHeadDim, class Element>
+CUTLASS_DEVICE void tma_load_tile(CUtensorMap const& map, uint64_t* full_barrier, Element* smem,
+                                  TileCoord at, CacheHint hint) {
+  CUTLASS_PRAGMA_UNROLL
+  for (int c = 0; c < kHeadDim / kBoxColumns; ++c) {
+    cute::SM90_TMA_LOAD_4D::copy(&map, full_barrier, static_cast<uint64_t>(hint),
+                                 smem + c * kRows * kBoxColumns, c * kBoxColumns, at.row, at.head,
+                                 at.batch);
+  }
+}
+
+// A contiguous copy of `bytes` (a multiple of 16, 16-byte aligned on both sides).
+template <class Element>
+CUTLASS_DEVICE void bulk_load(Element* smem, Element const* global, uint32_t bytes,
+                              uint64_t* full_barrier) {
+  cute::SM90_BULK_COPY_G2S::copy(global, full_barrier, smem, bytes);
+}
+
+// Stores `map`'s box rows starting at `row_in_tile` of a tile of kRows rows to row `at.row` of the
+// tensor.
+template <int kRows, int kHeadDim, class Element>
+CUTLASS_DEVICE void tma_store_rows(CUtensorMap const& map, Element const* smem, int row_in_tile,
+                                   TileCoord at) {
+  CUTLASS_PRAGMA_UNROLL
+  for (int c = 0; c < kHeadDim / kBoxColumns; ++c) {
+    cute::SM90_TMA_STORE_4D::copy(&map, smem + (c * kRows + row_in_tile) * kBoxColumns,
+                                  c * kBoxColumns, at.row, at.head, at.batch);
+  }
+}
+
+}  // namespace flash3

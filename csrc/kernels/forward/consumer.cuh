@@ -1,0 +1,178 @@
+// A consumer warpgroup: 64 query rows of the tile through S = Q K^T, softmax, O += P V.
+//
+// Two overlaps hide the softmax behind the tensor cores (FlashAttention-3, sections 3.1 and 3.2):
+//   pingpong   a warpgroup issues its GEMMs in its turn, so another's softmax runs under them;
+//   overlap    within a warpgroup, S of the next key block is computed while P V of this one is in
+//   flight.
+#pragma once
+
+#include "common/stage_rows.cuh"
+#include "forward/args.cuh"
+#include "forward/smem.cuh"
+#include "forward/softmax.cuh"
+
+namespace flash3 {
+
+template <class Row>
+struct FwdConsumer {
+  using T = FwdTraits<Row>;
+  using Element = typename T::Element;
+
+  FwdArgs<Row> const& args;
+  FwdSmem<Row>& smem;
+  int const warpgroup;  // 0 .. mma_warpgroups - 1
+  typename Ring<T::kQSlots>::Cursor q_at;
+  typename Ring<T::kKvSlots>::Cursor k_at, v_at;
+  Ring<2>::Cursor tile_at;
+
+  CUTLASS_DEVICE void run() {
+    if (warpgroup == T::kMmaWarpgroups - 1) pass_turn();  // the first turn is warpgroup 0's
+    while (true) {
+      smem.tile_ring.wait_full(tile_at);
+      WorkTile const tile = smem.tiles[tile_at.slot];
+      smem.tile_ring.release(tile_at);
+      tile_at.advance();
+      if (tile.m_block == kNoMoreTiles.m_block) break;
+      compute(tile);
+    }
+  }
+
+ private:
+  CUTLASS_DEVICE void await_turn() {
+    named_barrier_sync(barrier_at(FwdBarrier::kTurn, warpgroup), 2 * kThreadsPerWarpgroup);
+  }
+  CUTLASS_DEVICE void pass_turn() {
+    int const next = warpgroup + 1 == T::kMmaWarpgroups ? 0 : warpgroup + 1;
+    named_barrier_arrive(barrier_at(FwdBarrier::kTurn, next), 2 * kThreadsPerWarpgroup);
+  }
+
+  template <class Scores>
+  CUTLASS_DEVICE void mask_scores(Scores& scores, int first_row, int n_block) const {
+    auto const mask = args.mask();
+    CUTLASS_PRAGMA_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      int const last_column =
+          mask.last_key(first_row + 8 * r) - n_block * T::kN - lane_first_column();
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < size<1>(scores); ++j) {
+        if (accumulator_column(j) > last_column) scores(r, j) = -INFINITY;
+      }
+    }
+  }
+
+  CUTLASS_DEVICE void compute(WorkTile tile) {
+    BlockRange const blocks = args.mask().template key_blocks<T::kM, T::kN>(tile.m_block * T::kM);
+    typename T::MmaPV mma_pv;
+    // ((2, 2, head_dim / 8), 1, 1) fp32
+    Tensor o = partition_fragment_C(mma_pv, Shape<Int<T::kM>, Int<T::kHeadDim>>{});
+    clear(o);
+    OnlineSoftmax softmax(args.softmax_scale * kLog2e);
+    smem.q_ring.wait_full(q_at);
+    // Without a key in sight the fresh softmax state gives O = 0 and LSE = -inf.
+    if (blocks.begin < blocks.end) attend(tile, blocks, mma_pv, o, softmax);
+    write_output(tile, o, softmax);
+  }
+
+  template <class Output>
+  CUTLASS_DEVICE void attend(WorkTile tile, BlockRange blocks, typename T::MmaPV& mma_pv, Output& o,
+                             OnlineSoftmax& softmax) {
+    int const thread = threadIdx.x - kThreadsPerWarpgroup;
+    typename T::MmaQK mma_qk;
+    auto const thread_qk = mma_qk.get_thread_slice(thread);
+    auto const thread_pv = mma_pv.get_thread_slice(thread);
+    Tensor sQ = make_tensor(make_smem_ptr(smem.q[q_at.slot]), typename T::LayoutQ{});
+    Tensor sK = make_tensor(make_smem_ptr(smem.k[0]), typename T::LayoutKV{});
+    Tensor sVt = make_tensor(make_smem_ptr(smem.v[0]), transposed(typename T::LayoutKV{}));
+    Tensor tSrQ = thread_qk.partition_fragment_A(sQ);   // (MMA, 1, head_dim / 16)
+    Tensor tSrK = thread_qk.partition_fragment_B(sK);   // (MMA, 1, head_dim / 16, slots)
+    Tensor tOrV = thread_pv.partition_fragment_B(sVt);  // (MMA, 1, n / 16, slots)
+
+    int const first_row = tile.m_block * T::kM + warp_row_in_tile(warpgroup) + lane_first_row();
+    int const first_masked =
+        args.mask().template first_masked_key_block<T::kN>(tile.m_block * T::kM);
+    float correction[2];
+    int n = blocks.end - 1;
+
+    // The last block, which alone has no P V to hide behind.
+    Tensor s = partition_fragment_C(mma_qk, Shape<Int<T::kM>, Int<T::kN>>{});
+    smem.k_ring.wait_full(k_at);
+    issue_gemm<Accumulate::kReplace>(mma_qk, tSrQ, tSrK(_, _, _, k_at.slot), s);
+    warpgroup_wait<0>();
+    smem.k_ring.release(k_at);
+    k_at.advance();
+    auto scores = rows_and_columns(s);
+    if (n >= first_masked) mask_scores(scores, first_row, n);
+    softmax.step(scores, correction);
+    Tensor p = make_operand_a_like<Element>(s);
+    convert(s, p);
+
+    // One step: S of block n - 1 beside P V of block n.
+    auto step = [&](auto masked) {
+      Tensor s_next = partition_fragment_C(mma_qk, Shape<Int<T::kM>, Int<T::kN>>{});
+      smem.k_ring.wait_full(k_at);
+      await_turn();
+      issue_gemm<Accumulate::kReplace>(mma_qk, tSrQ, tSrK(_, _, _, k_at.slot), s_next);
+      smem.v_ring.wait_full(v_at);
+      issue_gemm<Accumulate::kAdd>(mma_pv, p, tOrV(_, _, _, v_at.slot), o);
+      pass_turn();
+      warpgroup_wait<1>();  // S of block n - 1
+      smem.k_ring.release(k_at);
+      k_at.advance();
+      auto scores_next = rows_and_columns(s_next);
+      if constexpr (decltype(masked)::value) mask_scores(scores_next, first_row, n - 1);
+      softmax.step(scores_next, correction);
+      warpgroup_wait<0>();  // O with block n
+      smem.v_ring.release(v_at);
+      v_at.advance();
+      convert(s_next, p);
+      scale_rows(o, correction);
+    };
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (; n > blocks.begin && n - 1 >= first_masked; --n) step(true_type{});
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (; n > blocks.begin; --n) step(false_type{});
+
+    smem.v_ring.wait_full(v_at);
+    issue_gemm<Accumulate::kAdd>(mma_pv, p, tOrV(_, _, _, v_at.slot), o);
+    warpgroup_wait<0>();
+    smem.v_ring.release(v_at);
+    v_at.advance();
+  }
+
+  template <class Output>
+  CUTLASS_DEVICE void write_output(WorkTile tile, Output& o, OnlineSoftmax& softmax) {
+    float inverse_sum[2], lse[2];
+    softmax.finish(inverse_sum, lse);
+    scale_rows(o, inverse_sum);
+    write_lse(tile, lse);
+    // All four warps have retired their reads of the warpgroup's rows of Q before O overwrites
+    // them.
+    named_barrier_sync(barrier_at(FwdBarrier::kWarpgroup, warpgroup), kThreadsPerWarpgroup);
+    int const row = warp_row_in_tile(warpgroup);
+    Tensor rounded = make_tensor<Element>(o.layout());
+    convert(o, rounded);
+    stage_warp_rows<T::kM, T::kHeadDim>(rounded, smem.q[q_at.slot], row);
+    store_warp_rows<T::kM, T::kHeadDim>(args.o, smem.q[q_at.slot], row, output_coord(tile));
+    // The slot is the producer's again once the store has read it.
+    if (threadIdx.x % kThreadsPerWarp == 0) tma_store_wait<0>();
+    smem.q_ring.release(q_at);
+    q_at.advance();
+  }
+
+  CUTLASS_DEVICE TileCoord output_coord(WorkTile tile) const {
+    return {tile.m_block * T::kM, tile.head, tile.batch};
+  }
+
+  CUTLASS_DEVICE void write_lse(WorkTile tile, float const (&lse)[2]) const {
+    int64_t const head = int64_t(tile.batch) * args.num_heads_q + tile.head;
+    float* const rows = args.lse + head * args.seqlen_q;
+    int const first_row = tile.m_block * T::kM + warp_row_in_tile(warpgroup) + lane_first_row();
+    if (threadIdx.x % 4 != 0) return;  // the quad's four lanes hold the same rows
+    CUTLASS_PRAGMA_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      if (first_row + 8 * r < args.seqlen_q) rows[first_row + 8 * r] = lse[r];
+    }
+  }
+};
+
+}  // namespace flash3

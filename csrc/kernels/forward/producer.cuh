@@ -1,0 +1,84 @@
+// The producer: one thread that hands out tiles and keeps the Q, K and V rings full.
+#pragma once
+
+#include "forward/args.cuh"
+#include "forward/smem.cuh"
+
+namespace flash3 {
+
+template <class Row>
+struct FwdProducer {
+  using T = FwdTraits<Row>;
+
+  FwdArgs<Row> const& args;
+  FwdSmem<Row>& smem;
+  typename Ring<T::kQSlots>::Cursor q_at;
+  typename Ring<T::kKvSlots>::Cursor k_at, v_at;
+  Ring<2>::Cursor tile_at;
+
+  CUTLASS_DEVICE void run() {
+    int index = args.schedule.first();
+    while (index < args.num_tiles) {
+      // Asked for now, used after this tile's loads: the counter's latency is hidden behind them.
+      int const next = args.schedule.after(index);
+      WorkTile const tile = args.order(index);
+      publish(tile);
+      load(tile);
+      index = next;
+    }
+    publish(kNoMoreTiles);
+  }
+
+ private:
+  CUTLASS_DEVICE void publish(WorkTile tile) {
+    smem.tile_ring.wait_empty(tile_at);
+    smem.tiles[tile_at.slot] = tile;
+    smem.tile_ring.commit(tile_at);
+    tile_at.advance();
+  }
+
+  // Consumers need K one block ahead of V, and Q first.
+  CUTLASS_DEVICE void load(WorkTile tile) {
+    BlockRange const blocks = args.mask().template key_blocks<T::kM, T::kN>(tile.m_block * T::kM);
+    load_q(tile);  // even if no row of the tile sees a key: the slot also carries O out
+    if (blocks.begin == blocks.end) return;
+    load_k(tile, blocks.end - 1);
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int n = blocks.end - 1; n > blocks.begin; --n) {
+      load_k(tile, n - 1);
+      load_v(tile, n);
+    }
+    load_v(tile, blocks.begin);
+  }
+
+  CUTLASS_DEVICE void load_q(WorkTile tile) {
+    smem.q_ring.wait_empty(q_at);
+    smem.q_ring.expect_bytes(q_at, T::kQBytes);
+    tma_load_tile<T::kM, T::kHeadDim>(args.q, smem.q_ring.full(q_at), smem.q[q_at.slot],
+                                      {tile.m_block * T::kM, tile.head, tile.batch},
+                                      CacheHint::kEvictFirst);
+    q_at.advance();
+  }
+
+  CUTLASS_DEVICE void load_k(WorkTile tile, int n_block) {
+    smem.k_ring.wait_empty(k_at);
+    smem.k_ring.expect_bytes(k_at, T::kKvBytes);
+    tma_load_tile<T::kN, T::kHeadDim>(args.k, smem.k_ring.full(k_at), smem.k[k_at.slot],
+                                      kv_coord(tile, n_block), CacheHint::kEvictLast);
+    k_at.advance();
+  }
+
+  CUTLASS_DEVICE void load_v(WorkTile tile, int n_block) {
+    smem.v_ring.wait_empty(v_at);
+    smem.v_ring.expect_bytes(v_at, T::kKvBytes);
+    tma_load_tile<T::kN, T::kHeadDim>(args.v, smem.v_ring.full(v_at), smem.v[v_at.slot],
+                                      kv_coord(tile, n_block), CacheHint::kEvictLast);
+    v_at.advance();
+  }
+
+  CUTLASS_DEVICE TileCoord kv_coord(WorkTile tile, int n_block) const {
+    return {n_block * T::kN, tile.head / args.qheads_per_kvhead, tile.batch};
+  }
+};
+
+}  // namespace flash3

@@ -1,0 +1,91 @@
+// Online softmax (Milakov and Gimelshein 2018; FlashAttention-2, algorithm 1) over the two rows
+// that a thread owns of a 64-row accumulator. Works in the log2 domain: exp2(s * scale_log2 - max *
+// scale_log2) is one FFMA and one ex2.
+#pragma once
+
+#include "common/math.cuh"
+#include "common/wgmma.cuh"
+
+namespace flash3 {
+
+// Combines a value over the four lanes that share a row.
+template <class Op>
+CUTLASS_DEVICE float quad_reduce(float x, Op op) {
+  x = op(x, __shfl_xor_sync(0xffffffff, x, 1));
+  return op(x, __shfl_xor_sync(0xffffffff, x, 2));
+}
+
+struct OnlineSoftmax {
+  static constexpr int kRows = 2;
+
+  float scale_log2;      // softmax_scale * log2(e)
+  float row_max[kRows];  // of the raw scores
+  float row_sum[kRows];  // this lane's share; the quad's total is formed once, at the end
+
+  CUTLASS_DEVICE explicit OnlineSoftmax(float scale_log2) : scale_log2(scale_log2) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      row_max[r] = -INFINITY;
+      row_sum[r] = 0.f;
+    }
+  }
+
+  // Turns scores into probabilities relative to the running maximum, in place, and reports in
+  // `correction` what everything summed before must be multiplied by.
+  template <class Scores>
+  CUTLASS_DEVICE void step(Scores& scores, float (&correction)[kRows]) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      float const previous = row_max[r];
+      // Two chains each for the maximum and the sum: one would wait out its own latency at every
+      // element.
+      float even = previous, odd = scores(r, 1);
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < size<1>(scores); j += 2) {
+        even = fmaxf(even, scores(r, j));
+        odd = fmaxf(odd, scores(r, j + 1));
+      }
+      float current = fmaxf(even, odd);
+      current = quad_reduce(current, [](float a, float b) { return fmaxf(a, b); });
+      row_max[r] = current;
+      // A row that has seen no key yet: -inf minus -inf would be NaN; any finite maximum gives
+      // exp2(-inf) = 0.
+      float const max_log2 = (current == -INFINITY ? 0.f : current) * scale_log2;
+      correction[r] = exp2f(previous * scale_log2 - max_log2);
+      even = row_sum[r] * correction[r];
+      odd = 0.f;
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < size<1>(scores); j += 2) {
+        scores(r, j) = exp2f(scores(r, j) * scale_log2 - max_log2);
+        scores(r, j + 1) = exp2f(scores(r, j + 1) * scale_log2 - max_log2);
+        even += scores(r, j);
+        odd += scores(r, j + 1);
+      }
+      row_sum[r] = even + odd;
+    }
+  }
+
+  // Ends the rows: `inverse_sum` normalises O (0 for a row without keys), `lse` is the natural
+  // log-sum-exp.
+  CUTLASS_DEVICE void finish(float (&inverse_sum)[kRows], float (&lse)[kRows]) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      float const sum = quad_reduce(row_sum[r], [](float a, float b) { return a + b; });
+      bool const empty = row_max[r] == -INFINITY;
+      inverse_sum[r] = empty ? 0.f : 1.f / sum;
+      lse[r] = empty ? -INFINITY : (row_max[r] * scale_log2 + log2f(sum)) * kLn2;
+    }
+  }
+};
+
+template <class Accumulator>
+CUTLASS_DEVICE void scale_rows(Accumulator& accumulator, float const (&factor)[2]) {
+  auto rows = rows_and_columns(accumulator);
+  CUTLASS_PRAGMA_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < size<1>(rows); ++j) rows(r, j) *= factor[r];
+  }
+}
+
+}  // namespace flash3

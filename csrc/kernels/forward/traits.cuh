@@ -1,0 +1,58 @@
+// Types that follow from one forward row of csrc/variants/table.py.
+#pragma once
+
+#include "attention/mask.cuh"
+#include "attention/scheduler.cuh"
+#include "common/roles.cuh"
+#include "common/wgmma.cuh"
+#include "plan.h"
+
+namespace flash3 {
+
+template <class Row>
+struct FwdTraits {
+  using Element = typename Row::Element;
+  static constexpr int kM = Row::tile.m;
+  static constexpr int kN = Row::tile.n;
+  static constexpr int kHeadDim = Row::key.head_dim;
+  static constexpr int kKvSlots = Row::tile.kv_stages;
+  static constexpr int kQSlots = Row::tile.q_stages;
+  static constexpr int kMmaWarpgroups = Row::tile.mma_warpgroups;
+  static constexpr int kConsumerWarps = kMmaWarpgroups * kWarpsPerWarpgroup;
+  static constexpr int kThreads = (kMmaWarpgroups + 1) * kThreadsPerWarpgroup;
+  // The producer also walks the schedule: with two consumers it can have 40 registers, and needs
+  // more than 24.
+  static constexpr RegisterBudget kRegisters =
+      kMmaWarpgroups == 3 ? RegisterBudget{32, 160} : RegisterBudget{40, 232};
+  static_assert(kM == 64 * kMmaWarpgroups, "one 64-row accumulator per warpgroup");
+
+  using MaskType = Mask<Row::key.mask>;
+  using Order = std::conditional_t<Row::key.mask == MaskKind::kCausal, LongestFirst, InOrder>;
+  using Schedule = std::conditional_t<Row::tile.dynamic_schedule, DynamicSchedule, StaticSchedule>;
+
+  using WarpgroupsAlongM = Layout<Shape<Int<kMmaWarpgroups>, _1, _1>>;
+  // S (m x n) = Q K^T: both operands from shared memory.
+  using MmaQK = decltype(make_tiled_mma(
+      GMMA::ss_op_selector<Element, Element, float, Shape<Int<kM>, Int<kN>, Int<kHeadDim>>>(),
+      WarpgroupsAlongM{}));
+  // O (m x head_dim) += P V: P from registers, V with the reduced extent (keys) as its rows.
+  using MmaPV = decltype(make_tiled_mma(
+      GMMA::rs_op_selector<Element, Element, float, Shape<Int<kM>, Int<kHeadDim>, Int<kN>>,
+                           GMMA::Major::K, GMMA::Major::MN>(),
+      WarpgroupsAlongM{}));
+
+  using LayoutQ = SwizzledTile<Element, kM, kHeadDim>;
+  using LayoutKV = SwizzledTiles<Element, kN, kHeadDim, kKvSlots>;
+  static constexpr int kQBytes = kM * kHeadDim * sizeof(Element);
+  static constexpr int kKvBytes = kN * kHeadDim * sizeof(Element);
+};
+
+// Ids of the kernel's named barriers; one of each kind per consumer warpgroup.
+enum class FwdBarrier : int {
+  kTurn = 1,               // pingpong: this warpgroup may issue its GEMMs
+  kWarpgroup = kTurn + 3,  // the warpgroup's four warps have finished with Q
+  kCount = kWarpgroup + 3
+};
+static_assert(static_cast<int>(FwdBarrier::kCount) <= kNumNamedBarriers);
+
+}  // namespace flash3
