@@ -1,0 +1,259 @@
+// A consumer warpgroup of the backward: 64 keys of the CTA's block against every query block, five
+// GEMMs a step (FlashAttention-2, algorithm 2; FlashAttention-3, algorithm 3):
+//
+//   S^T = K Q^T      P^T = exp2(S^T * scale - LSE)      dV += P^T dO
+//   dP^T = V dO^T    dS^T = P^T * (dP^T - dPsum)        dK += dS^T Q       dQ += dS K
+//
+// The first four stay within the warpgroup's own keys. dQ sums over all keys of the CTA, so dS is
+// exchanged through shared memory.
+#pragma once
+
+#include "backward/args.cuh"
+#include "backward/dq_accumulate.cuh"
+#include "backward/smem.cuh"
+#include "common/math.cuh"
+#include "common/stage_rows.cuh"
+
+namespace flash3 {
+
+template <class Row>
+struct BwdConsumer {
+  using T = BwdTraits<Row>;
+  using Element = typename T::Element;
+
+  BwdArgs<Row> const& args;
+  BwdSmem<Row>& smem;
+  int const warpgroup;  // 0 .. mma_warpgroups - 1
+
+  using QRing = Ring<T::kQSlots>;
+  using DoRing = Ring<T::kDoSlots>;
+
+  CUTLASS_DEVICE void run() {
+    KeyTile const tile = args.tile();
+    BlockRange const blocks = args.mask().template query_blocks<T::kM>(tile.n_block * T::kN);
+    // ((2, 2, head_dim / 8), 1, 1) fp32 each
+    typename T::MmaDk mma_dk;
+    typename T::MmaDv mma_dv;
+    Tensor dk = partition_fragment_C(mma_dk, Shape<Int<T::kN>, Int<T::kHeadDim>>{});
+    Tensor dv = partition_fragment_C(mma_dv, Shape<Int<T::kN>, Int<T::kHeadDim>>{});
+    clear(dk);
+    clear(dv);
+    if (blocks.begin < blocks.end) {
+      smem.kv_ring.wait_full({});
+      accumulate(tile, blocks, mma_dk, dk, mma_dv, dv);
+    }
+    write_output(tile, dk, dv);
+  }
+
+ private:
+  // Where the walk over the group's query heads and their query blocks stands.
+  struct QueryBlock {
+    int head, m_block;
+
+    CUTLASS_DEVICE void advance(BlockRange blocks) {
+      if (++m_block == blocks.end) {
+        m_block = blocks.begin;
+        ++head;
+      }
+    }
+  };
+
+  CUTLASS_DEVICE int consumer_thread() const { return threadIdx.x - kThreadsPerWarpgroup; }
+
+  // The schedule of a step, with what runs under the tensor cores:
+  //
+  //   dV(j)                 dS(j) = P(j) * (dP(j) - dPsum), staged for the other warpgroup
+  //   dQ(j)  S(j + 1)       -- dV(j), dQ(j) done --
+  //   dK(j)  dP(j + 1)      dQ(j) to global memory, then P(j + 1) from S(j + 1)
+  template <class Gradient>
+  CUTLASS_DEVICE void accumulate(KeyTile tile, BlockRange blocks, typename T::MmaDk& mma_dk,
+                                 Gradient& dk, typename T::MmaDv& mma_dv, Gradient& dv) {
+    typename T::MmaScores mma_scores;
+    typename T::MmaDq mma_dq;
+    auto const thread_scores = mma_scores.get_thread_slice(consumer_thread());
+    auto const thread_dk = mma_dk.get_thread_slice(consumer_thread());
+    auto const thread_dv = mma_dv.get_thread_slice(consumer_thread());
+    auto const thread_dq = mma_dq.get_thread_slice(consumer_thread());
+    auto const k = make_smem_ptr(smem.k), v = make_smem_ptr(smem.v);
+    auto const q = make_smem_ptr(smem.q[0]), d_o = make_smem_ptr(smem.d_o[0]);
+    auto const ds = make_smem_ptr(smem.ds[0]);
+    typename T::LayoutK const layout_k{};
+    typename T::LayoutQ const layout_q{};
+    typename T::LayoutDo const layout_do{};
+    typename T::LayoutDs const layout_ds{};
+    // Operands (MMA, MMA_MN, MMA_K[, slots]) of S^T = K Q^T, dP^T = V dO^T, dV = P^T dO, dK = dS^T
+    // Q, dQ = dS K.
+    Tensor tSrK = thread_scores.partition_fragment_A(make_tensor(k, layout_k));
+    Tensor tSrQ = thread_scores.partition_fragment_B(make_tensor(q, layout_q));
+    Tensor tPrV = thread_scores.partition_fragment_A(make_tensor(v, layout_k));
+    Tensor tPrDo = thread_scores.partition_fragment_B(make_tensor(d_o, layout_do));
+    Tensor tVrDo = thread_dv.partition_fragment_B(make_tensor(d_o, transposed(layout_do)));
+    Tensor tKrDs = thread_dk.partition_fragment_A(make_tensor(ds, layout_ds));
+    Tensor tKrQ = thread_dk.partition_fragment_B(make_tensor(q, transposed(layout_q)));
+    Tensor tQrDs = thread_dq.partition_fragment_A(make_tensor(ds, transposed(layout_ds)));
+    Tensor tQrK = thread_dq.partition_fragment_B(make_tensor(k, transposed(layout_k)));
+
+    QueryBlock at{tile.kv_head * args.qheads_per_kvhead, blocks.begin};
+    Tensor s = partition_fragment_C(mma_scores, Shape<Int<T::kN>, Int<T::kM>>{});
+    Tensor dp = partition_fragment_C(mma_scores, Shape<Int<T::kN>, Int<T::kM>>{});
+    smem.q_ring.wait_full(QRing::after(0));
+    issue_gemm<Accumulate::kReplace>(mma_scores, tSrK, tSrQ(_, _, _, 0), s);
+    smem.do_ring.wait_full(DoRing::after(0));
+    issue_gemm<Accumulate::kReplace>(mma_scores, tPrV, tPrDo(_, _, _, 0), dp);
+    warpgroup_wait<1>();  // S
+    to_probabilities(s, tile, at, 0);
+    warpgroup_wait<0>();  // dP
+
+    auto step = [&](int j, auto last) {
+      constexpr bool kLast = decltype(last)::value;
+      auto const q_at = QRing::after(j);
+      auto const do_at = DoRing::after(j);
+      int const ds_slot = j % T::kDsSlots;
+      Tensor p = make_operand_a_like<Element>(s);
+      convert(s, p);
+      issue_gemm<Accumulate::kAdd>(mma_dv, p, tVrDo(_, _, _, do_at.slot), dv);
+      to_score_gradients(dp, s, smem.dpsum[do_at.slot]);
+      Tensor rounded_ds = make_operand_a_like<Element>(dp);
+      convert(dp, rounded_ds);
+      stage_warp_rows<T::kN, T::kM>(rounded_ds, smem.ds[ds_slot], warp_row_in_tile(warpgroup));
+      // Orders this step's writes of dS before its reads, and the last step's reads before the next
+      // step's writes to the same slot.
+      named_barrier_sync(BwdBarrier::kDsReady, T::kConsumerThreads);
+      Tensor dq = partition_fragment_C(mma_dq, Shape<Int<T::kM>, Int<T::kHeadDim>>{});
+      issue_gemm<Accumulate::kReplace>(mma_dq, tQrDs(_, _, _, ds_slot), formed_in_place(tQrK), dq);
+      auto const q_next = QRing::after(j + 1);
+      auto const do_next = DoRing::after(j + 1);
+      if constexpr (!kLast) {
+        smem.q_ring.wait_full(q_next);
+        issue_gemm<Accumulate::kReplace>(mma_scores, formed_in_place(tSrK),
+                                         tSrQ(_, _, _, q_next.slot), s);
+        warpgroup_wait<1>();  // dV and dQ
+      } else {
+        warpgroup_wait<0>();
+      }
+      smem.do_ring.release(do_at);
+      if constexpr (Row::tile.ds_in_registers) {
+        issue_gemm<Accumulate::kAdd>(mma_dk, rounded_ds, tKrQ(_, _, _, q_at.slot), dk);
+      } else {
+        issue_gemm<Accumulate::kAdd>(mma_dk, tKrDs(_, _, _, ds_slot), tKrQ(_, _, _, q_at.slot), dk);
+      }
+      add_dq(tile, at, dq);
+      at.advance(blocks);
+      if constexpr (!kLast) {
+        smem.do_ring.wait_full(do_next);
+        issue_gemm<Accumulate::kReplace>(mma_scores, formed_in_place(tPrV),
+                                         tPrDo(_, _, _, do_next.slot), dp);
+        warpgroup_wait<2>();  // S
+        to_probabilities(s, tile, at, q_next.slot);
+      }
+      warpgroup_wait<0>();  // dK, and dP of the next step
+      smem.q_ring.release(q_at);
+    };
+    int const last = (blocks.end - blocks.begin) * args.qheads_per_kvhead - 1;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int j = 0; j < last; ++j) step(j, false_type{});
+    step(last, true_type{});
+  }
+
+  // Keys past the end were loaded as zeros; their scores of 0 must not turn into probabilities
+  // either.
+  template <class Scores>
+  CUTLASS_DEVICE void mask_scores(Scores& scores, int m_block, int n_block) const {
+    auto const mask = args.mask();
+    CUTLASS_PRAGMA_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      int const key = n_block * T::kN + warp_row_in_tile(warpgroup) + lane_first_row() + 8 * r;
+      int const first_query = key < args.seqlen_k ? mask.first_query(key) : args.seqlen_q_rounded;
+      int const first_column = first_query - m_block * T::kM - lane_first_column();
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < size<1>(scores); ++j) {
+        if (accumulator_column(j) < first_column) scores(r, j) = -INFINITY;
+      }
+    }
+  }
+
+  // P^T from S^T, in place. Columns are queries, whose statistics all rows share.
+  template <class Fragment>
+  CUTLASS_DEVICE void to_probabilities(Fragment& s, KeyTile tile, QueryBlock at, int slot) const {
+    auto scores = rows_and_columns(s);
+    if (args.mask().template cuts<T::kN>(at.m_block * T::kM, tile.n_block * T::kN)) {
+      mask_scores(scores, at.m_block, tile.n_block);
+    }
+    float const* const lse_log2 = smem.lse_log2[slot];
+    float const scale_log2 = args.softmax_scale * kLog2e;
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < size<1>(scores); j += 2) {
+      float2 const lse = row_stats(lse_log2, j);
+      CUTLASS_PRAGMA_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        scores(r, j) = exp2f(scores(r, j) * scale_log2 - lse.x);
+        scores(r, j + 1) = exp2f(scores(r, j + 1) * scale_log2 - lse.y);
+      }
+    }
+  }
+
+  // dS^T from dP^T, in place.
+  template <class Fragment>
+  CUTLASS_DEVICE void to_score_gradients(Fragment& dp_fragment, Fragment& p_fragment,
+                                         float const* dpsum) const {
+    auto dp = rows_and_columns(dp_fragment);
+    auto const p = rows_and_columns(p_fragment);
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < size<1>(dp); j += 2) {
+      float2 const sum = row_stats(dpsum, j);
+      CUTLASS_PRAGMA_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        dp(r, j) = p(r, j) * (dp(r, j) - sum.x);
+        dp(r, j + 1) = p(r, j + 1) * (dp(r, j + 1) - sum.y);
+      }
+    }
+  }
+
+  CUTLASS_DEVICE static float2 row_stats(float const* stats, int j) {
+    return *reinterpret_cast<float2 const*>(stats + accumulator_column(j) + lane_first_column());
+  }
+
+  template <class Fragment>
+  CUTLASS_DEVICE void add_dq(KeyTile tile, QueryBlock at, Fragment const& dq) {
+    int64_t const row = args.head_row(tile.batch, at.head) + int64_t(at.m_block) * T::kM;
+    float* const block_sum = args.dq_accum + row * T::kHeadDim;
+    if (args.dq_turn == nullptr) {
+      add_to_dq_accum<T::kDqPerThread>(block_sum, dq, consumer_thread());
+      return;
+    }
+    BwdBarrier const own = barrier_at(BwdBarrier::kWarpgroup, warpgroup);
+    int* const turn = args.dq_turn + row / T::kM;
+    if (threadIdx.x % kThreadsPerWarpgroup == 0) {
+      await_dq_turn(turn, tile.n_block * T::kMmaWarpgroups);
+    }
+    named_barrier_sync(own, kThreadsPerWarpgroup);
+    add_to_dq_accum<T::kDqPerThread>(block_sum, dq, consumer_thread());
+    __threadfence();
+    named_barrier_sync(own, kThreadsPerWarpgroup);
+    if (threadIdx.x % kThreadsPerWarpgroup == 0) pass_dq_turn(turn);
+  }
+
+  template <class Gradient>
+  CUTLASS_DEVICE void write_output(KeyTile tile, Gradient& dk, Gradient& dv) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < size(dk); ++i) dk(i) *= args.softmax_scale;
+    // K is the B operand of every warpgroup's dQ, so all must be done before dK overwrites it.
+    named_barrier_sync(BwdBarrier::kConsumersDone, T::kConsumerThreads);
+    write_gradient(args.dv, dv, smem.v, tile);
+    write_gradient(args.dk, dk, smem.k, tile);
+    if (threadIdx.x % kThreadsPerWarp == 0) tma_store_wait<0>();
+  }
+
+  template <class Gradient>
+  CUTLASS_DEVICE void write_gradient(CUtensorMap const& map, Gradient const& gradient,
+                                     Element* staging, KeyTile tile) {
+    Tensor rounded = make_tensor<Element>(gradient.layout());
+    convert(gradient, rounded);
+    int const row = warp_row_in_tile(warpgroup);
+    stage_warp_rows<T::kN, T::kHeadDim>(rounded, staging, row);
+    store_warp_rows<T::kN, T::kHeadDim>(map, staging, row,
+                                        {tile.n_block * T::kN, tile.kv_head, tile.batch});
+  }
+};
+
+}  // namespace flash3

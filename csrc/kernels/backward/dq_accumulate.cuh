@@ -1,0 +1,47 @@
+// Adding a step's dQ to its fp32 sum in global memory.
+//
+// The sum is private to the backward, so it is stored in fragment order: for each query block,
+// warpgroup and group of four accumulator registers, the 128 threads' four floats lie side by side.
+// A warp's vector reduction is then 512 contiguous bytes straight from registers, with no staging
+// in shared memory; postprocess.cuh undoes the order.
+#pragma once
+
+#include "common/barriers.cuh"
+#include "common/wgmma.cuh"
+
+namespace flash3 {
+
+// Float offset, within a query block's sum, of the first of the four floats of `group` of a
+// consumer thread.
+template <int kFloatsPerThread>
+CUTLASS_DEVICE int dq_accum_offset(int consumer_thread, int group) {
+  int const warpgroup = consumer_thread / kThreadsPerWarpgroup;
+  int const lane = consumer_thread % kThreadsPerWarpgroup;
+  return (warpgroup * kFloatsPerThread / 4 + group) * kThreadsPerWarpgroup * 4 + lane * 4;
+}
+
+template <int kFloatsPerThread, class Fragment>
+CUTLASS_DEVICE void add_to_dq_accum(float* block_sum, Fragment const& dq, int consumer_thread) {
+  static_assert(decltype(size(dq.layout()))::value == kFloatsPerThread);
+  CUTLASS_PRAGMA_UNROLL
+  for (int g = 0; g < kFloatsPerThread / 4; ++g) {
+    float* const address = block_sum + dq_accum_offset<kFloatsPerThread>(consumer_thread, g);
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address),
+                 "f"(dq(4 * g)), "f"(dq(4 * g + 1)), "f"(dq(4 * g + 2)), "f"(dq(4 * g + 3))
+                 : "memory");
+  }
+}
+
+// Deterministic sums: key block n adds to a query block after n - 1 has. `turn` counts the
+// warpgroups that have added.
+CUTLASS_DEVICE void await_dq_turn(int const* turn, int expected) {
+  int seen;
+  do {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(turn) : "memory");
+  } while (seen < expected);
+}
+CUTLASS_DEVICE void pass_dq_turn(int* turn) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turn) : "memory");
+}
+
+}  // namespace flash3

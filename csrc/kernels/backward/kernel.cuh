@@ -1,0 +1,32 @@
+// The backward's main kernel: a producer warp loads (producer.cuh), consumer warpgroups run the
+// five GEMMs (consumer.cuh). Around it, preprocess.cuh makes the row statistics and zeroes the dQ
+// sums, postprocess.cuh rounds them.
+#pragma once
+
+#include "backward/consumer.cuh"
+#include "backward/producer.cuh"
+
+namespace flash3 {
+
+template <class Row>
+__global__ void __launch_bounds__(BwdTraits<Row>::kThreads, 1)
+    bwd_kernel(__grid_constant__ BwdArgs<Row> const args) {
+  extern __shared__ __align__(1024) unsigned char storage[];
+  BwdSmem<Row>& smem = *reinterpret_cast<BwdSmem<Row>*>(storage);
+  if (threadIdx.x == 0) {
+    smem.init_barriers();
+    cutlass::arch::fence_barrier_init();
+  }
+  __syncthreads();
+
+  constexpr RegisterBudget kRegisters = BwdTraits<Row>::kRegisters;
+  if (warpgroup_role() == Role::kProducer) {
+    cutlass::arch::warpgroup_reg_dealloc<kRegisters.producer>();
+    if (threadIdx.x == 0) BwdProducer<Row>{args, smem}.run();
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<kRegisters.consumer>();
+    BwdConsumer<Row>{args, smem, warpgroup_index() - 1}.run();
+  }
+}
+
+}  // namespace flash3

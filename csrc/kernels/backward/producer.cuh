@@ -1,0 +1,68 @@
+// The producer: one thread that loads K and V once, then streams Q, dO and their row statistics.
+#pragma once
+
+#include "backward/args.cuh"
+#include "backward/smem.cuh"
+
+namespace flash3 {
+
+template <class Row>
+struct BwdProducer {
+  using T = BwdTraits<Row>;
+
+  BwdArgs<Row> const& args;
+  BwdSmem<Row>& smem;
+  typename Ring<T::kQSlots>::Cursor q_at;
+  typename Ring<T::kDoSlots>::Cursor do_at;
+
+  CUTLASS_DEVICE void run() {
+    KeyTile const tile = args.tile();
+    BlockRange const blocks = args.mask().template query_blocks<T::kM>(tile.n_block * T::kN);
+    if (blocks.begin >= blocks.end) return;  // no query sees these keys
+    load_kv(tile);
+    int const first_head = tile.kv_head * args.qheads_per_kvhead;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int head = first_head; head < first_head + args.qheads_per_kvhead; ++head) {
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int m = blocks.begin; m < blocks.end; ++m) {
+        load_q({m * T::kM, head, tile.batch});
+        load_do({m * T::kM, head, tile.batch});
+      }
+    }
+  }
+
+ private:
+  CUTLASS_DEVICE void load_kv(KeyTile tile) {
+    Ring<1>::Cursor const at;
+    TileCoord const coord{tile.n_block * T::kN, tile.kv_head, tile.batch};
+    smem.kv_ring.expect_bytes(at, 2 * T::kKvBytes);
+    tma_load_tile<T::kN, T::kHeadDim>(args.k, smem.kv_ring.full(at), smem.k, coord,
+                                      CacheHint::kEvictFirst);
+    tma_load_tile<T::kN, T::kHeadDim>(args.v, smem.kv_ring.full(at), smem.v, coord,
+                                      CacheHint::kEvictFirst);
+  }
+
+  CUTLASS_DEVICE void load_q(TileCoord coord) {
+    smem.q_ring.wait_empty(q_at);
+    smem.q_ring.expect_bytes(q_at, T::kQBytes + T::kRowStatBytes);
+    tma_load_tile<T::kM, T::kHeadDim>(args.q, smem.q_ring.full(q_at), smem.q[q_at.slot], coord,
+                                      CacheHint::kEvictLast);
+    bulk_load(smem.lse_log2[q_at.slot],
+              args.lse_log2 + args.head_row(coord.batch, coord.head) + coord.row, T::kRowStatBytes,
+              smem.q_ring.full(q_at));
+    q_at.advance();
+  }
+
+  CUTLASS_DEVICE void load_do(TileCoord coord) {
+    smem.do_ring.wait_empty(do_at);
+    smem.do_ring.expect_bytes(do_at, T::kQBytes + T::kRowStatBytes);
+    tma_load_tile<T::kM, T::kHeadDim>(args.d_o, smem.do_ring.full(do_at), smem.d_o[do_at.slot],
+                                      coord, CacheHint::kEvictLast);
+    bulk_load(smem.dpsum[do_at.slot],
+              args.dpsum + args.head_row(coord.batch, coord.head) + coord.row, T::kRowStatBytes,
+              smem.do_ring.full(do_at));
+    do_at.advance();
+  }
+};
+
+}  // namespace flash3

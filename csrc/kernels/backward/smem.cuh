@@ -1,0 +1,32 @@
+// The backward kernel's shared memory.
+#pragma once
+
+#include "backward/traits.cuh"
+#include "common/ring.cuh"
+
+namespace flash3 {
+
+template <class Row>
+struct BwdSmem {
+  using T = BwdTraits<Row>;
+  using Element = typename T::Element;
+
+  alignas(1024) Element k[T::kN * T::kHeadDim];  // stages dK after the main loop
+  alignas(1024) Element v[T::kN * T::kHeadDim];  // stages dV after the main loop
+  alignas(1024) Element q[T::kQSlots][T::kM * T::kHeadDim];
+  alignas(1024) Element d_o[T::kDoSlots][T::kM * T::kHeadDim];
+  alignas(1024) Element ds[T::kDsSlots][T::kN * T::kM];
+  alignas(128) float lse_log2[T::kQSlots][T::kM];
+  alignas(128) float dpsum[T::kDoSlots][T::kM];
+  Ring<1> kv_ring;
+  Ring<T::kQSlots> q_ring;    // Q and lse_log2
+  Ring<T::kDoSlots> do_ring;  // dO and dpsum
+
+  CUTLASS_DEVICE void init_barriers() {
+    kv_ring.init(T::kConsumerWarps);
+    q_ring.init(T::kConsumerWarps);
+    do_ring.init(T::kConsumerWarps);
+  }
+};
+
+}  // namespace flash3

@@ -1,0 +1,82 @@
+// Types that follow from one backward row of csrc/variants/table.py.
+#pragma once
+
+#include "attention/mask.cuh"
+#include "common/roles.cuh"
+#include "common/wgmma.cuh"
+#include "plan.h"
+
+namespace flash3 {
+
+template <class Row>
+struct BwdTraits {
+  using Element = typename Row::Element;
+  static constexpr int kM = Row::tile.m;  // query rows per step
+  static constexpr int kN = Row::tile.n;  // keys per CTA
+  static constexpr int kHeadDim = Row::key.head_dim;
+  static constexpr int kQSlots = Row::tile.q_stages;
+  static constexpr int kDoSlots = Row::tile.do_stages;
+  static constexpr int kDsSlots =
+      2;  // one barrier a step orders the exchange of dS because its slots alternate
+  static constexpr int kMmaWarpgroups = Row::tile.mma_warpgroups;
+  static constexpr int kConsumerWarps = kMmaWarpgroups * kWarpsPerWarpgroup;
+  static constexpr int kConsumerThreads = kMmaWarpgroups * kThreadsPerWarpgroup;
+  static constexpr int kThreads = kConsumerThreads + kThreadsPerWarpgroup;
+  static constexpr RegisterBudget kRegisters = {24, 240};
+  static_assert(kMmaWarpgroups == 2, "the register budget is for two consumer warpgroups");
+  static_assert(kN == 64 * kMmaWarpgroups, "one 64-key accumulator per warpgroup");
+
+  using MaskType = Mask<Row::key.mask>;
+
+  using WarpgroupsAlongKeys = Layout<Shape<Int<kMmaWarpgroups>, _1, _1>>;
+  // dQ (m x head_dim) is split over the warpgroups by rows where m allows it, else by columns.
+  static constexpr int kDqWarpgroupsAlongM = kM / 64;
+  using WarpgroupsOfDq =
+      Layout<Shape<Int<kDqWarpgroupsAlongM>, Int<kMmaWarpgroups / kDqWarpgroupsAlongM>, _1>>;
+
+  // S^T (n x m) = K Q^T and dP^T (n x m) = V dO^T. Keys are the rows, so that P^T and dS^T are, in
+  // registers, the A operands of the next two.
+  using MmaScores = decltype(make_tiled_mma(
+      GMMA::ss_op_selector<Element, Element, float, Shape<Int<kN>, Int<kM>, Int<kHeadDim>>>(),
+      WarpgroupsAlongKeys{}));
+  // dV (n x head_dim) += P^T dO, P^T from registers.
+  using MmaDv = decltype(make_tiled_mma(
+      GMMA::rs_op_selector<Element, Element, float, Shape<Int<kN>, Int<kHeadDim>, Int<kM>>,
+                           GMMA::Major::K, GMMA::Major::MN>(),
+      WarpgroupsAlongKeys{}));
+  // dK (n x head_dim) += dS^T Q. dS^T is in registers and, for dQ, in shared memory. From registers
+  // costs less shared-memory bandwidth; from shared memory leaves room for the next step's S and dP
+  // beside wide dK and dV.
+  using ShapeDk = Shape<Int<kN>, Int<kHeadDim>, Int<kM>>;
+  using MmaDk = std::conditional_t<
+      Row::tile.ds_in_registers, MmaDv,
+      decltype(make_tiled_mma(
+          GMMA::ss_op_selector<Element, Element, float, ShapeDk, GMMA::Major::K, GMMA::Major::MN>(),
+          WarpgroupsAlongKeys{}))>;
+  // dQ (m x head_dim) = dS K, dS from shared memory, where the other warpgroup's keys are too.
+  using MmaDq = decltype(make_tiled_mma(
+      GMMA::ss_op_selector<
+          Element, Element, float,
+          Shape<Int<kM>, Int<kHeadDim * kDqWarpgroupsAlongM / kMmaWarpgroups>, Int<kN>>,
+          GMMA::Major::MN, GMMA::Major::MN>(),
+      WarpgroupsOfDq{}));
+
+  using LayoutK = SwizzledTile<Element, kN, kHeadDim>;  // also V
+  using LayoutQ = SwizzledTiles<Element, kM, kHeadDim, kQSlots>;
+  using LayoutDo = SwizzledTiles<Element, kM, kHeadDim, kDoSlots>;
+  using LayoutDs = SwizzledTiles<Element, kN, kM, kDsSlots>;  // dS^T: keys by queries
+  static constexpr int kKvBytes = kN * kHeadDim * sizeof(Element);
+  static constexpr int kQBytes = kM * kHeadDim * sizeof(Element);
+  static constexpr int kRowStatBytes = kM * sizeof(float);
+  static constexpr int kDqPerThread = kM * kHeadDim / kConsumerThreads;
+};
+
+enum class BwdBarrier : int {
+  kDsReady = 1,                     // every consumer has written its part of dS
+  kConsumersDone = kDsReady + 1,    // every consumer has left the main loop
+  kWarpgroup = kConsumersDone + 1,  // one per consumer warpgroup
+  kCount = kWarpgroup + 3
+};
+static_assert(static_cast<int>(BwdBarrier::kCount) <= kNumNamedBarriers);
+
+}  // namespace flash3
