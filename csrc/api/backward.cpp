@@ -1,0 +1,97 @@
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+
+#include "checks.h"
+#include "device.h"
+#include "memory.h"
+#include "ops.h"
+#include "plan.h"
+#include "tensor_view.h"
+
+namespace flash3 {
+namespace {
+
+// lse or dlse as the kernels read it: fp32 and contiguous. A gradient that comes from sum() is an
+// expanded scalar.
+Tensor contiguous_rows(Tensor const& rows) {
+  if (dtype_of(rows) != aoti_torch_dtype_float32()) {
+    return torch::stable::contiguous(torch::stable::to(rows, torch::headeronly::ScalarType::Float));
+  }
+  return rows.is_contiguous() ? rows : torch::stable::contiguous(rows);
+}
+
+// The parts of one workspace allocation.
+void place_workspace(BwdParams& params, BwdPlan const& plan, Tensor const& workspace, Order order) {
+  std::byte* const base = static_cast<std::byte*>(workspace.mutable_data_ptr());
+  params.seqlen_q_rounded = plan.seqlen_q_rounded;
+  params.dq_accum = reinterpret_cast<float*>(base + plan.dq_accum_offset);
+  params.lse_log2 = reinterpret_cast<float*>(base + plan.lse_log2_offset);
+  params.dpsum = reinterpret_cast<float*>(base + plan.dpsum_offset);
+  if (order == Order::kDeterministic)
+    params.dq_turn = reinterpret_cast<int*>(base + plan.dq_turn_offset);
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor> backward(Tensor const& dout_tensor, Tensor const& q_tensor,
+                                            Tensor const& k_tensor, Tensor const& v_tensor,
+                                            Tensor const& out_tensor, Tensor const& lse_tensor,
+                                            std::optional<Tensor> const& dlse_tensor,
+                                            double softmax_scale, bool causal, bool deterministic) {
+  Argument const q(q_tensor, "q"), k(k_tensor, "k"), v(v_tensor, "v"), out(out_tensor, "out"),
+      dout(dout_tensor, "dout");
+  Shape const shape = check_qkv(q, k, v);
+  std::array<int64_t, 4> const q_sizes{shape.batch, shape.seqlen_q, shape.num_heads_q,
+                                       shape.head_dim};
+  std::array<int64_t, 4> const k_sizes{shape.batch, shape.seqlen_k, shape.num_heads_kv,
+                                       shape.head_dim};
+  check_matches(out, q, q_sizes);
+  check_matches(dout, q, q_sizes);
+  check_rows(lse_tensor, "lse", shape, q.placement);
+  if (dlse_tensor) check_rows(*dlse_tensor, "dlse", shape, q.placement);
+  Device const& device = hopper_device(q.placement.device_index);
+  torch::stable::accelerator::DeviceGuard const guard(device.index);
+
+  Tensor dq = empty(q_sizes, q.dtype, q.placement);
+  Tensor dk = empty(k_sizes, q.dtype, q.placement);
+  Tensor dv = empty(k_sizes, q.dtype, q.placement);
+  if (shape.empty()) {  // no query sees a key: whatever elements there are have no gradient
+    for (Tensor* gradient : {&dq, &dk, &dv}) torch::stable::zero_(*gradient);
+    return {std::move(dq), std::move(dk), std::move(dv)};
+  }
+
+  Problem const problem =
+      make_problem(shape, q.dtype, softmax_scale, causal ? MaskKind::kCausal : MaskKind::kFull);
+  Order const order = deterministic ? Order::kDeterministic : Order::kFree;
+  BwdPlan const plan = plan_bwd(problem, order);
+  TmaOperand const q_operand = tma_operand(q), k_operand = tma_operand(k),
+                   v_operand = tma_operand(v), out_operand = tma_operand(out),
+                   dout_operand = tma_operand(dout);
+  Tensor const lse = contiguous_rows(lse_tensor);
+  std::optional<Tensor> dlse;
+  if (dlse_tensor) dlse = contiguous_rows(*dlse_tensor);
+  Tensor const workspace =
+      empty<1>({static_cast<int64_t>(plan.workspace_bytes)}, aoti_torch_dtype_uint8(), q.placement);
+
+  BwdParams params{
+      .problem = problem,
+      .q = q_operand.view,
+      .k = k_operand.view,
+      .v = v_operand.view,
+      .o = out_operand.view,
+      .d_o = dout_operand.view,
+      .dq = output_view(dq, q),
+      .dk = output_view(dk, k),
+      .dv = output_view(dv, k),
+      .lse = static_cast<float const*>(lse.const_data_ptr()),
+      .dlse = dlse ? static_cast<float const*>(dlse->const_data_ptr()) : nullptr,
+  };
+  place_workspace(params, plan, workspace, order);
+  plan.row->launch(params, current_stream(device.index));
+  return {std::move(dq), std::move(dk), std::move(dv)};
+}
+
+}  // namespace flash3

@@ -1,0 +1,133 @@
+// What the ops read of their arguments, and the checks before anything is allocated or launched.
+// Python checks the same with TypeError, ValueError and NotImplementedError; these are the backstop
+// for callers of torch.ops.flash3 itself, and raise RuntimeError.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <limits>
+#include <string>
+
+#include "params.h"
+
+namespace flash3 {
+
+using torch::stable::Tensor;
+
+// Where a tensor lives, in torch's own codes.
+struct Placement {
+  int32_t device_type;
+  int32_t device_index;
+  bool operator==(Placement const&) const = default;
+};
+
+inline Placement placement_of(Tensor const& tensor) {
+  Placement placement{};
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &placement.device_type));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &placement.device_index));
+  return placement;
+}
+
+inline int32_t dtype_of(Tensor const& tensor) {
+  int32_t dtype = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
+  return dtype;
+}
+
+// A (batch, seqlen, heads, head_dim) argument and its attributes, each read from torch once: every
+// reading is a call into libtorch. Refers to the tensor; an op's arguments outlive it.
+struct Argument {
+  Tensor const& tensor;
+  char const* name;
+  int32_t dtype;
+  Placement placement;
+  torch::headeronly::IntHeaderOnlyArrayRef sizes, strides;
+
+  Argument(Tensor const& tensor, char const* name)
+      : tensor(tensor),
+        name(name),
+        dtype(dtype_of(tensor)),
+        placement(placement_of(tensor)),
+        sizes(tensor.sizes()),
+        strides(tensor.strides()) {}
+};
+
+// Extents of one call, equal to those of its tensors; zeros are legal but for head_dim.
+struct Shape {
+  int64_t batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim;
+
+  bool empty() const { return batch == 0 || seqlen_q == 0 || seqlen_k == 0 || num_heads_q == 0; }
+};
+
+inline std::string text(torch::headeronly::IntHeaderOnlyArrayRef sizes) {
+  std::string joined;
+  for (int64_t const size : sizes) joined += (joined.empty() ? "" : ", ") + std::to_string(size);
+  return "(" + joined + ")";
+}
+
+// `other` must have the dtype and device of q and the extents (batch, seqlen, heads, head_dim)
+// given.
+inline void check_matches(Argument const& other, Argument const& q,
+                          std::array<int64_t, 4> const& sizes) {
+  STD_TORCH_CHECK(other.placement == q.placement, other.name, ": must be on the device of q");
+  STD_TORCH_CHECK(other.dtype == q.dtype, other.name, ": dtype must be that of q, ",
+                  torch::headeronly::toString(q.tensor.scalar_type()), ", got ",
+                  torch::headeronly::toString(other.tensor.scalar_type()));
+  STD_TORCH_CHECK(other.sizes.equals({sizes.data(), sizes.size()}), other.name, ": shape must be ",
+                  text({sizes.data(), sizes.size()}), ", got ", text(other.sizes));
+}
+
+inline Shape check_qkv(Argument const& q, Argument const& k, Argument const& v) {
+  for (Argument const* x : {&q, &k, &v}) {
+    STD_TORCH_CHECK(x->sizes.size() == 4, x->name,
+                    ": must be (batch, seqlen, heads, head_dim), got ", text(x->sizes));
+    for (int64_t const size : x->sizes) {
+      STD_TORCH_CHECK(size <= std::numeric_limits<int>::max(), x->name,
+                      ": extents must be below 2^31, got ", text(x->sizes));
+    }
+  }
+  STD_TORCH_CHECK(q.dtype == aoti_torch_dtype_bfloat16() || q.dtype == aoti_torch_dtype_float16(),
+                  "q: dtype must be float16 or bfloat16, got ",
+                  torch::headeronly::toString(q.tensor.scalar_type()));
+
+  Shape const shape{.batch = q.sizes[0],
+                    .seqlen_q = q.sizes[1],
+                    .seqlen_k = k.sizes[1],
+                    .num_heads_q = q.sizes[2],
+                    .num_heads_kv = k.sizes[2],
+                    .head_dim = q.sizes[3]};
+  check_matches(k, q, {shape.batch, shape.seqlen_k, shape.num_heads_kv, shape.head_dim});
+  check_matches(v, q, {shape.batch, shape.seqlen_k, shape.num_heads_kv, shape.head_dim});
+  STD_TORCH_CHECK(shape.head_dim > 0 && shape.head_dim % 8 == 0,
+                  "q: head_dim must be a multiple of 8, got ", shape.head_dim);
+  bool const heads_fit = shape.num_heads_kv == 0 ? shape.num_heads_q == 0
+                                                 : shape.num_heads_q % shape.num_heads_kv == 0;
+  STD_TORCH_CHECK(heads_fit, "k: the number of heads must divide that of q, ", shape.num_heads_q,
+                  ", got ", shape.num_heads_kv);
+  return shape;
+}
+
+// `rows` is lse or its gradient: (batch, heads_q, seqlen_q).
+inline void check_rows(Tensor const& rows, char const* name, Shape const& shape,
+                       Placement const& placement) {
+  std::array<int64_t, 3> const sizes{shape.batch, shape.num_heads_q, shape.seqlen_q};
+  STD_TORCH_CHECK(placement_of(rows) == placement, name, ": must be on the device of q");
+  STD_TORCH_CHECK(rows.sizes().equals({sizes.data(), sizes.size()}), name, ": shape must be ",
+                  text({sizes.data(), sizes.size()}), ", got ", text(rows.sizes()));
+}
+
+inline Problem make_problem(Shape const& shape, int32_t dtype, double softmax_scale,
+                            MaskKind mask) {
+  return {.dtype = dtype == aoti_torch_dtype_float16() ? DType::kF16 : DType::kBF16,
+          .mask = mask,
+          .batch = static_cast<int>(shape.batch),
+          .seqlen_q = static_cast<int>(shape.seqlen_q),
+          .seqlen_k = static_cast<int>(shape.seqlen_k),
+          .num_heads_q = static_cast<int>(shape.num_heads_q),
+          .num_heads_kv = static_cast<int>(shape.num_heads_kv),
+          .head_dim = static_cast<int>(shape.head_dim),
+          .softmax_scale = static_cast<float>(softmax_scale)};
+}
+
+}  // namespace flash3

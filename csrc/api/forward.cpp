@@ -1,0 +1,57 @@
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <limits>
+#include <optional>
+
+#include "checks.h"
+#include "device.h"
+#include "memory.h"
+#include "ops.h"
+#include "plan.h"
+#include "tensor_view.h"
+
+namespace flash3 {
+
+std::tuple<Tensor, Tensor> forward(Tensor const& q_tensor, Tensor const& k_tensor,
+                                   Tensor const& v_tensor, double softmax_scale, bool causal,
+                                   bool /*deterministic: see ops.h*/) {
+  Argument const q(q_tensor, "q"), k(k_tensor, "k"), v(v_tensor, "v");
+  Shape const shape = check_qkv(q, k, v);
+  Device const& device = hopper_device(q.placement.device_index);
+  torch::stable::accelerator::DeviceGuard const guard(device.index);
+
+  Tensor out = empty<4>({shape.batch, shape.seqlen_q, shape.num_heads_q, shape.head_dim}, q.dtype,
+                        q.placement);
+  Tensor lse = empty<3>({shape.batch, shape.num_heads_q, shape.seqlen_q},
+                        aoti_torch_dtype_float32(), q.placement);
+  if (shape.empty()) {  // nothing to write, or no key to see
+    torch::stable::zero_(out);
+    torch::stable::fill_(lse, -std::numeric_limits<double>::infinity());
+    return {std::move(out), std::move(lse)};
+  }
+
+  Problem const problem =
+      make_problem(shape, q.dtype, softmax_scale, causal ? MaskKind::kCausal : MaskKind::kFull);
+  FwdPlan const plan = plan_fwd(problem, device.num_sms);
+  TmaOperand const q_operand = tma_operand(q), k_operand = tma_operand(k),
+                   v_operand = tma_operand(v);
+  std::optional<Tensor> tile_counter;
+  if (plan.workspace_bytes > 0) tile_counter = empty<1>({1}, aoti_torch_dtype_int32(), q.placement);
+
+  FwdParams const params{
+      .problem = problem,
+      .q = q_operand.view,
+      .k = k_operand.view,
+      .v = v_operand.view,
+      .o = output_view(out, q),
+      .lse = static_cast<float*>(lse.mutable_data_ptr()),
+      .tile_counter = tile_counter ? static_cast<int*>(tile_counter->mutable_data_ptr()) : nullptr,
+      .grid = plan.grid,
+  };
+  plan.row->launch(params, current_stream(device.index));
+  return {std::move(out), std::move(lse)};
+}
+
+}  // namespace flash3

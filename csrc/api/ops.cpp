@@ -1,0 +1,10 @@
+// Gives torch the CUDA implementations. Python defines the schemas, and everything else about the
+// ops.
+#include "ops.h"
+
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY_IMPL(flash3, CUDA, library) {
+  library.impl("fwd", TORCH_BOX(&flash3::forward));
+  library.impl("bwd", TORCH_BOX(&flash3::backward));
+}
