@@ -1,0 +1,12 @@
+"""FlashAttention-3 for Hopper: exact attention, forward and backward, as CuTe kernels behind a thin Python API.
+
+On CUDA the work is done by the kernels of ``flash3._C``; on CPU by the readable implementation in
+:mod:`flash3.reference`, which is the specification of both. The package imports without the kernels.
+"""
+
+from flash3.checks import is_available
+from flash3.functional import flash_attn_func
+
+__version__ = "0.1.0"
+
+__all__ = ["__version__", "flash_attn_func", "is_available"]

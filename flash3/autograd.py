@@ -1,0 +1,84 @@
+"""Gradients of ``flash3::fwd``: one formula, reached by two roads.
+
+Eager calls go through :class:`FlashAttention`, a hand-written ``autograd.Function`` that costs a few microseconds.
+The formula is also registered on the operator itself, for everything that traces or transforms it: ``torch.compile``,
+``torch.func`` and direct calls of ``torch.ops.flash3.fwd``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from flash3 import ops
+
+_below_autograd = torch._C._AutoDispatchBelowAutograd
+_transforms_active = torch._C._are_functorch_transforms_active
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool, deterministic: bool
+) -> tuple[Tensor, Tensor]:
+    """``flash3::fwd`` by the cheapest road that differentiates where it is asked to. Arguments are checked already."""
+    if torch.compiler.is_compiling():
+        return ops.fwd(q, k, v, softmax_scale, causal, deterministic)
+    if forward_ad._current_level >= 0:
+        raise NotImplementedError(
+            "flash3: forward-mode differentiation (jvp, dual tensors) is not supported"
+        )
+    if _transforms_active():
+        return ops.fwd(q, k, v, softmax_scale, causal, deterministic)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return FlashAttention.apply(q, k, v, softmax_scale, causal, deterministic)
+    with _below_autograd():
+        return ops.fwd(q, k, v, softmax_scale, causal, deterministic)
+
+
+class FlashAttention(torch.autograd.Function):
+    """Eager autograd node. It calls the operators below the autograd layer, past their registered formula."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        with _below_autograd():
+            outputs = ops.fwd(*inputs)
+        _setup_context(ctx, inputs, outputs)
+        return outputs
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        return _backward(ctx, dout, dlse)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    q, k, v, ctx.softmax_scale, ctx.causal, ctx.deterministic = inputs
+    out, lse = output
+    ctx.save_for_backward(q, k, v, out, lse)
+    ctx.set_materialize_grads(False)  # an lse that nobody differentiates costs no tensor of zeros
+
+
+def _backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dout is None and dlse is None:
+        return (None,) * 6
+    q, k, v, out, lse = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(out)
+    args = (dout, q, k, v, out, lse, dlse, ctx.softmax_scale, ctx.causal, ctx.deterministic)
+    if (
+        torch.is_grad_enabled()
+    ):  # create_graph=True: the operator itself says that it has no derivative
+        grads = ops.bwd(*args)
+    else:
+        with _below_autograd():
+            grads = ops.bwd(*args)
+    return (*grads, None, None, None)
+
+
+def _backward_of_backward(ctx, *grads: Tensor) -> None:
+    raise NotImplementedError(
+        "flash3: second derivatives are not supported, flash3::bwd is not differentiable"
+    )
+
+
+torch.library.register_autograd("flash3::fwd", _backward, setup_context=_setup_context)
+torch.library.register_autograd("flash3::bwd", _backward_of_backward)

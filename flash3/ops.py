@@ -1,0 +1,77 @@
+"""The two operators of ``torch.ops.flash3``: schemas, shape inference, CPU implementation, CUDA registration.
+
+``flash3._C``, where it was built, registers the CUDA implementation when it is imported. Both operators are
+functional: they allocate what they return and change no argument.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash3 import reference
+
+# `deterministic` has no effect on the forward: it rides along for the gradient formula (flash3/autograd.py).
+torch.library.define(
+    "flash3::fwd",
+    "(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal, bool deterministic=False)"
+    " -> (Tensor out, Tensor lse)",
+)
+torch.library.define(
+    "flash3::bwd",
+    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse,"
+    " float softmax_scale, bool causal, bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv)",
+)
+
+fwd = torch.ops.flash3.fwd.default
+bwd = torch.ops.flash3.bwd.default
+
+
+@torch.library.impl("flash3::fwd", "cpu")
+def _fwd_cpu(q, k, v, softmax_scale, causal, deterministic=False):
+    return reference.attention_forward(q, k, v, softmax_scale, causal)
+
+
+@torch.library.impl("flash3::bwd", "cpu")
+def _bwd_cpu(dout, q, k, v, out, lse, dlse, softmax_scale, causal, deterministic):
+    # Sums run in one fixed order here, so every call is deterministic.
+    return reference.attention_backward(dout, q, k, v, out, lse, dlse, softmax_scale, causal)
+
+
+@torch.library.register_fake("flash3::fwd")
+def _fwd_fake(q, k, v, softmax_scale, causal, deterministic=False):
+    batch, seqlen_q, num_heads_q, _ = q.shape
+    lse = q.new_empty((batch, num_heads_q, seqlen_q), dtype=reference.accumulate_dtype(q.dtype))
+    return q.new_empty(q.shape), lse
+
+
+@torch.library.register_fake("flash3::bwd")
+def _bwd_fake(dout, q, k, v, out, lse, dlse, softmax_scale, causal, deterministic):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _load_kernels() -> str | None:
+    """Registers the CUDA kernels. Returns None, or the reason why there are none."""
+    try:
+        import flash3._C  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name != "flash3._C":
+            return f"flash3._C could not be loaded: {error}"
+        return (
+            "the CUDA kernels of flash3 are not built in this installation. Build them with `pip install .` in a "
+            "checkout, next to a CUDA build of torch and with nvcc; `python -m flash3.doctor` says what is missing"
+        )
+    except ImportError as error:
+        return f"flash3._C could not be loaded: {error}"
+    return None
+
+
+kernels_missing: str | None = _load_kernels()
+
+if kernels_missing is not None:
+
+    def _raise_kernels_missing(*args: object) -> tuple[Tensor, ...]:
+        raise RuntimeError(f"flash3: {kernels_missing}")
+
+    torch.library.impl("flash3::fwd", "cuda")(_raise_kernels_missing)
+    torch.library.impl("flash3::bwd", "cuda")(_raise_kernels_missing)

@@ -1,0 +1,172 @@
+"""Attention as the kernels compute it, in plain PyTorch: the specification that the tests and the docs cite.
+
+The forward is the online softmax of FlashAttention (Dao et al., 2022, algorithm 1; FlashAttention-3, Shah et al.,
+2024, section 2.2): one pass over blocks of keys that keeps, for every query row, the maximum and the sum of the
+exponentials seen so far. The backward (FlashAttention-2, Dao, 2023, algorithm 2) recomputes the probabilities from the
+log-sum-exp and never stores a score matrix.
+
+Arithmetic is in float32, or float64 for float64 inputs. These functions serve CPU tensors in ``torch.ops.flash3``.
+
+Letters: b batch, m queries of a block, n keys of a block, h key/value heads, g query heads of one key/value head,
+d head_dim. Tensors are (batch, seqlen, heads, head_dim).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+TILE_M = 128  # queries of a block
+TILE_N = 128  # keys of a block
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """dtype of the arithmetic and of lse: float64 for float64 inputs, float32 for all others."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    *,
+    tile_m: int = TILE_M,
+    tile_n: int = TILE_N,
+) -> tuple[Tensor, Tensor]:
+    """Attention output and log-sum-exp of the scaled scores.
+
+    Args:
+        q: (b, sq, hq, d) of any floating dtype.
+        k, v: (b, sk, hk, d), hq a multiple of hk; query head i attends key/value head i // (hq / hk).
+        softmax_scale: factor of q.k before the softmax.
+        causal: query i sees key j if j <= i + sk - sq (bottom-right aligned).
+
+    Returns:
+        out: (b, sq, hq, d), contiguous, q's dtype; 0 in a row that sees no key.
+        lse: (b, hq, sq), natural log, dtype of ``accumulate_dtype``; -inf in a row that sees no key.
+    """
+    batch, seqlen_q, num_heads_q, head_dim = q.shape
+    seqlen_k = k.shape[1]
+    q_grouped = _group_heads(q, k.shape[2])
+    k, v = _upcast(k), _upcast(v)
+    out = q_grouped.new_empty(q_grouped.shape)  # (b, sq, h, g, d)
+    lse = q_grouped.new_empty((batch, *q_grouped.shape[2:4], seqlen_q))  # (b, h, g, sq)
+
+    for rows in _blocks(seqlen_q, tile_m):
+        q_block = q_grouped[:, rows]
+        row_max = lse.new_full(lse[..., rows].shape, -math.inf)  # (b, h, g, m)
+        row_sum = torch.zeros_like(row_max)
+        acc = lse.new_zeros((*row_max.shape, head_dim))
+        for keys in _blocks(_keys_seen(rows, seqlen_q, seqlen_k, causal), tile_n):
+            scores = torch.einsum("bmhgd,bnhd->bhgmn", q_block, k[:, keys]) * softmax_scale
+            _mask_scores(scores, rows, keys, seqlen_k - seqlen_q, causal)
+            new_max = torch.maximum(row_max, scores.amax(-1))
+            # A row that has not met a key yet keeps -inf; subtracting 0 there gives exp(-inf) = 0, not NaN.
+            shift = new_max.masked_fill(new_max == -math.inf, 0.0)
+            probs = torch.exp(scores - shift.unsqueeze(-1))
+            rescale = torch.exp(row_max - shift)
+            row_sum = row_sum * rescale + probs.sum(-1)
+            acc = acc * rescale.unsqueeze(-1) + torch.einsum("bhgmn,bnhd->bhgmd", probs, v[:, keys])
+            row_max = new_max
+        no_key = row_sum == 0
+        out_block = acc / row_sum.masked_fill(no_key, 1.0).unsqueeze(-1)
+        out[:, rows] = out_block.permute(0, 3, 1, 2, 4)
+        lse[..., rows] = row_max + torch.log(row_sum)
+
+    return _ungroup_heads(out, q.dtype), lse.reshape(batch, num_heads_q, seqlen_q)
+
+
+def attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    softmax_scale: float,
+    causal: bool,
+    *,
+    tile_m: int = TILE_M,
+    tile_n: int = TILE_N,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of :func:`attention_forward` from its outputs.
+
+    With P = exp(scale * QK^T - lse) and dP = dO V^T, the gradient of a score is dS = P * (dP - dPsum) where
+    dPsum = rowsum(dO * O) - dlse, since d lse / d score = P. Then dQ = scale * dS K, dK = scale * dS^T Q, dV = P^T dO.
+
+    Args:
+        dout, out: (b, sq, hq, d). lse: (b, hq, sq). dlse: the same shape, or None if nothing reached lse.
+        q, k, v, softmax_scale, causal: as in the forward.
+
+    Returns:
+        dq, dk, dv: contiguous, shapes and dtypes of q, k, v. A row that sees no key contributes nothing.
+    """
+    seqlen_q, seqlen_k, num_heads_kv = q.shape[1], k.shape[1], k.shape[2]
+    q_grouped, dout, out = (_group_heads(x, num_heads_kv) for x in (q, dout, out))
+    k_up, v_up = _upcast(k), _upcast(v)
+
+    dp_sum = (dout * out).sum(-1).permute(0, 2, 3, 1)  # (b, h, g, sq)
+    lse = lse.reshape(dp_sum.shape)
+    if dlse is not None:
+        dp_sum = dp_sum - dlse.reshape(dp_sum.shape)
+    # A row with no key: lse = +inf makes its P exactly 0, and whatever gradient its lse got must not make 0 * NaN.
+    no_key = lse == -math.inf
+    lse = lse.masked_fill(no_key, math.inf)
+    dp_sum = dp_sum.masked_fill(no_key, 0.0)
+
+    dq, dk, dv = (
+        torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q_grouped, k_up, v_up)
+    )
+    for rows in _blocks(seqlen_q, tile_m):
+        q_block, dout_block = q_grouped[:, rows], dout[:, rows]
+        for keys in _blocks(_keys_seen(rows, seqlen_q, seqlen_k, causal), tile_n):
+            k_block, v_block = k_up[:, keys], v_up[:, keys]
+            scores = torch.einsum("bmhgd,bnhd->bhgmn", q_block, k_block) * softmax_scale
+            _mask_scores(scores, rows, keys, seqlen_k - seqlen_q, causal)
+            probs = torch.exp(scores - lse[..., rows].unsqueeze(-1))
+            dv[:, keys] += torch.einsum("bhgmn,bmhgd->bnhd", probs, dout_block)
+            dp = torch.einsum("bmhgd,bnhd->bhgmn", dout_block, v_block)
+            ds = probs * (dp - dp_sum[..., rows].unsqueeze(-1)) * softmax_scale
+            dq[:, rows] += torch.einsum("bhgmn,bnhd->bmhgd", ds, k_block)
+            dk[:, keys] += torch.einsum("bhgmn,bmhgd->bnhd", ds, q_block)
+
+    return _ungroup_heads(dq, q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _upcast(x: Tensor) -> Tensor:
+    return x.to(accumulate_dtype(x.dtype))
+
+
+def _group_heads(x: Tensor, num_heads_kv: int) -> Tensor:
+    """(b, s, hq, d) -> (b, s, h, g, d) in the accumulation dtype."""
+    return _upcast(x).unflatten(2, (num_heads_kv, x.shape[2] // num_heads_kv))
+
+
+def _ungroup_heads(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.flatten(2, 3).to(dtype)
+
+
+def _blocks(length: int, tile: int) -> Iterator[slice]:
+    for start in range(0, length, tile):
+        yield slice(start, min(start + tile, length))
+
+
+def _keys_seen(rows: slice, seqlen_q: int, seqlen_k: int, causal: bool) -> int:
+    """How many keys, from the first on, the last of these query rows sees."""
+    if not causal:
+        return seqlen_k
+    return max(0, min(seqlen_k, rows.stop + seqlen_k - seqlen_q))
+
+
+def _mask_scores(scores: Tensor, rows: slice, keys: slice, diagonal: int, causal: bool) -> None:
+    """Sets the scores (b, h, g, m, n) of unseen keys to -inf, in place; key j is seen if j <= i + diagonal."""
+    if causal and keys.stop - 1 > rows.start + diagonal:
+        i = torch.arange(rows.start, rows.stop, device=scores.device).unsqueeze(-1)
+        j = torch.arange(keys.start, keys.stop, device=scores.device)
+        scores.masked_fill_(j > i + diagonal, -math.inf)

@@ -1,0 +1,123 @@
+"""Small attention problems with known answers, for ``python -m flash3.doctor``.
+
+Each check returns whether all errors are within the accepted one, and a line that shows them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import flash3
+from flash3 import reference
+
+# Accepted error of a small problem, as a share of the largest value: a few roundings of the dtype, far below what a
+# wrong index or mask does.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass
+class Problem:
+    """A small attention problem with grouped heads and no round length, its gradient, and its answers in float64."""
+
+    inputs: tuple[Tensor, Tensor, Tensor]  # q (b, sq, hq, d), k, v (b, sk, hk, d)
+    dout: Tensor
+    scale: float
+    causal: bool
+
+    @classmethod
+    def draw(cls, dtype: torch.dtype, head_dim: int, *, causal: bool) -> Problem:
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(seqlen: int, heads: int) -> Tensor:
+            return torch.randn(2, seqlen, heads, head_dim, generator=generator).to(dtype)
+
+        inputs = (draw(150, 4), draw(201, 2), draw(201, 2))
+        return cls(inputs, draw(150, 4), head_dim**-0.5, causal)
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        return reference.attention_forward(*self._double(), self.scale, self.causal)
+
+    def backward(self) -> tuple[Tensor, Tensor, Tensor]:
+        out, lse = self.forward()
+        return reference.attention_backward(
+            self.dout.double(), *self._double(), out, lse, None, self.scale, self.causal
+        )
+
+    def _double(self) -> list[Tensor]:
+        return [x.double() for x in self.inputs]
+
+
+def textbook_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
+    """Attention by its definition, with the whole score matrix: what the reference itself is checked against."""
+    group = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
+    if causal:
+        seqlen_q, seqlen_k = scores.shape[-2:]
+        hidden = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool).triu(seqlen_k - seqlen_q + 1)
+        scores = scores.masked_fill(hidden, -math.inf)
+    return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """Largest difference as a share of the largest expected value; NaN if anything is."""
+    difference = (got.detach().cpu().double() - expected.detach().double()).abs().max()
+    return (difference / expected.abs().max()).item()
+
+
+def judge(label: str, errors: dict[str, float], tolerance: float) -> tuple[bool, str]:
+    """Whether all errors are within the tolerance (NaN is not), and the line that shows them."""
+    good = all(error <= tolerance for error in errors.values())
+    shown = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
+    verdict = "" if good else "  <- WRONG"
+    return good, f"{label}: error {shown} of the largest value (accepted {tolerance:.0e}){verdict}"
+
+
+def check_cpu_path(causal: bool) -> tuple[bool, str]:
+    """The public function on CPU, forward and backward, against the definition of attention in float64."""
+    problem = Problem.draw(torch.float32, 64, causal=causal)
+    leaves = [x.clone().requires_grad_() for x in problem.inputs]
+    out = flash3.flash_attn_func(*leaves, causal=causal)
+    gradients = torch.autograd.grad(out, leaves, problem.dout)
+    exact_leaves = [x.double().requires_grad_() for x in problem.inputs]
+    exact = textbook_attention(*exact_leaves, problem.scale, causal)
+    exact_gradients = torch.autograd.grad(exact, exact_leaves, problem.dout.double())
+    errors = {"out": relative_error(out, exact)}
+    for name, got, expected in zip(("dq", "dk", "dv"), gradients, exact_gradients, strict=True):
+        errors[name] = relative_error(got, expected)
+    return judge("float32 " + ("causal" if causal else "full"), errors, TOLERANCE[torch.float32])
+
+
+def check_row(row: dict, device: torch.device) -> tuple[bool, str]:
+    """One kernel of flash3._C.variants() on ``device``, against the reference in float64."""
+    try:
+        dtype = DTYPES[row["dtype"]]
+        problem = Problem.draw(dtype, row["head_dim"], causal=row["mask"] == "causal")
+        errors = (_forward_errors if row["pass"] == "fwd" else _backward_errors)(problem, device)
+    except Exception as error:  # the other rows are worth a try
+        return False, f"{row['name']}: {type(error).__name__}: {error}"
+    return judge(row["name"], errors, TOLERANCE[dtype])
+
+
+def _forward_errors(problem: Problem, device: torch.device) -> dict[str, float]:
+    inputs = [x.to(device) for x in problem.inputs]
+    out, lse = torch.ops.flash3.fwd(*inputs, problem.scale, problem.causal)
+    exact_out, exact_lse = problem.forward()
+    return {"out": relative_error(out, exact_out), "lse": relative_error(lse, exact_lse)}
+
+
+def _backward_errors(problem: Problem, device: torch.device) -> dict[str, float]:
+    """Fed with the reference's out and lse, so that a build with no forward row of this kind can be checked."""
+    dtype = problem.dout.dtype
+    out, lse = problem.forward()
+    saved = (out.to(device, dtype), lse.to(device, torch.float32))
+    inputs = [x.to(device) for x in (problem.dout, *problem.inputs)]
+    gradients = torch.ops.flash3.bwd(*inputs, *saved, None, problem.scale, problem.causal, False)
+    names = ("dq", "dk", "dv")
+    triples = zip(names, gradients, problem.backward(), strict=True)
+    return {name: relative_error(got, exact) for name, got, exact in triples}
