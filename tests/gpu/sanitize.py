@@ -1,0 +1,74 @@
+"""A few small calls of every built row, forward and backward, for a run under compute-sanitizer:
+
+    compute-sanitizer --tool memcheck  python tests/gpu/sanitize.py
+    compute-sanitizer --tool synccheck python tests/gpu/sanitize.py
+    compute-sanitizer --tool racecheck python tests/gpu/sanitize.py --rows hd64
+
+Exits with 1 if a result is not finite. PYTORCH_NO_CUDA_MEMORY_CACHING=1 lets memcheck see the bounds of every tensor;
+racecheck reports some bulk copies of the tensor memory accelerator that an mbarrier orders, which it does not follow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+
+import torch
+
+import flash3
+from flash3 import _C
+
+DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
+# (batch, seqlen_q, seqlen_k, heads_q, heads_kv): below a tile, just past tiles, more queries than keys, several tiles.
+SHAPES = [(1, 1, 1, 1, 1), (2, 65, 129, 2, 1), (1, 200, 70, 2, 2), (1, 257, 384, 4, 2)]
+
+
+def call(dtype: torch.dtype, head_dim: int, causal: bool, shape, *, backward: bool) -> bool:
+    """True if all results are finite where they have to be."""
+    batch, seqlen_q, seqlen_k, heads_q, heads_kv = shape
+    extents = [(batch, seqlen_q, heads_q), *[(batch, seqlen_k, heads_kv)] * 2]
+    q, k, v = (
+        torch.randn(*e, head_dim, device="cuda").to(dtype).requires_grad_(backward) for e in extents
+    )
+    finite = True
+    for deterministic in (False, True) if backward else (False,):
+        out, lse = flash3.flash_attn_func(
+            q, k, v, causal=causal, deterministic=deterministic, return_lse=True
+        )
+        results = [out, lse.masked_fill(lse.isneginf(), 0.0)]
+        if backward:
+            grads = torch.randn_like(out), torch.randn_like(lse)
+            results += torch.autograd.grad((out, lse), (q, k, v), grads)
+        finite &= all(bool(x.isfinite().all()) for x in results)
+    return finite
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", default="", help="only rows whose name holds this text")
+    rows = [row for row in _C.variants() if parser.parse_args().rows in row["name"]]
+    keys = [(row["pass"], row["dtype"], row["head_dim"], row["mask"]) for row in rows]
+    bad = 0
+    for pass_name, dtype, head_dim, mask in keys:
+        # The row's own head_dim, and one that TMA pads up to it.
+        for d, shape in itertools.product((head_dim, head_dim - 24), SHAPES):
+            try:
+                finite = call(
+                    DTYPES[dtype], d, mask == "causal", shape, backward=pass_name == "bwd"
+                )
+            except RuntimeError as error:
+                if "this build has no" not in str(error):
+                    raise
+                verdict = "---"  # a backward row whose forward is not built
+            else:
+                verdict = "ok " if finite else "BAD"
+                bad += not finite
+            print(verdict, pass_name, dtype, mask, f"d{d}", *shape, flush=True)
+    torch.cuda.synchronize()
+    print(f"{len(keys)} rows, {bad} bad results")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

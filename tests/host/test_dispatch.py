@@ -1,0 +1,124 @@
+"""Which kernel row serves a call, from csrc/launch/dispatch.cpp through flash3._C. No GPU."""
+
+import re
+
+import pytest
+import torch
+from variants import generate, table
+
+kernels = pytest.importorskip("flash3._C", reason="flash3._C is not built")
+
+ROWS = {row["name"]: row for row in kernels.variants()}
+KEYS = [(p, d, m) for p in ("fwd", "bwd") for d in ("f16", "bf16") for m in ("full", "causal")]
+LARGEST = 8192  # no row holds such a head_dim
+
+
+def plan(key, head_dim, **changes):
+    sizes = {"batch": 2, "seqlen_q": 100, "seqlen_k": 200, "num_heads_q": 4, "num_heads_kv": 2}
+    return kernels.plan(*key, **{**sizes, "head_dim": head_dim, **changes})
+
+
+def head_dims(key):
+    """The head_dims of the built rows of a key, ascending."""
+    rows = ROWS.values()
+    return sorted(r["head_dim"] for r in rows if (r["pass"], r["dtype"], r["mask"]) == key)
+
+
+def test_the_build_holds_rows_of_the_table_as_the_table_has_them():
+    """The loaded binary and the table that is checked out agree; if not, build again."""
+    expected = {row.name: row for row in table.all_rows()}
+    for name, row in ROWS.items():
+        source = expected[name]
+        assert (row["dtype"], row["head_dim"], row["mask"]) == (
+            source.key.dtype,
+            source.key.head_dim,
+            source.key.mask,
+        )
+        assert row["tile"] == {field: getattr(source, field) for field in row["tile"]}
+        assert row["why"] == source.why
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_serves_its_own_key(name):
+    row = ROWS[name]
+    found = plan((row["pass"], row["dtype"], row["mask"]), row["head_dim"])
+    assert found["row"] == name
+
+
+@pytest.mark.parametrize("key", KEYS, ids="-".join)
+def test_every_head_dim_is_served_by_the_next_row_above(key):
+    built = head_dims(key)
+    for head_dim in range(8, 129, 8):
+        fitting = [row for row in built if row >= head_dim]
+        if fitting:
+            dtype, mask = key[1:]
+            assert plan(key, head_dim)["row"] == f"{key[0]}_{dtype}_hd{fitting[0]}_{mask}"
+        else:
+            with pytest.raises(RuntimeError, match=f"head_dim {head_dim}, mask {key[2]}"):
+                plan(key, head_dim)
+
+
+@pytest.mark.parametrize("key", KEYS, ids="-".join)
+def test_a_missing_row_is_an_error_that_helps(key):
+    """It names what was wanted, built rows of the same pass with the likest first, and how to build the rest."""
+    with pytest.raises(RuntimeError) as caught:
+        plan(key, LARGEST)
+    message = str(caught.value)
+    name, dtype, mask = key
+    assert {"fwd": "forward", "bwd": "backward"}[name] in message
+    assert f"dtype {dtype}, head_dim {LARGEST}, mask {mask}" in message
+
+    of_this_pass = {row for row in ROWS if row.startswith(name)}
+    nearest = re.search(r"Nearest built rows: ([^.]*)\.", message).group(1).split(", ")
+    if of_this_pass:
+        assert set(nearest) <= of_this_pass
+        assert len(nearest) == min(3, len(of_this_pass))
+        if head_dims(key):
+            assert nearest[0] == f"{name}_{dtype}_hd{head_dims(key)[-1]}_{mask}"
+
+    words = re.search(r'FLASH3_VARIANTS="([^"]*)"', message).group(1)
+    selected = [row.name for row in generate.select(words)]
+    assert selected == [r.name for r in table.all_rows() if (r.key.dtype, r.key.mask) == key[1:]]
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        (("forward", "bf16", "full"), "pass must be fwd or bwd, got 'forward'"),
+        (("fwd", "bfloat16", "full"), "dtype must be f16 or bf16, got 'bfloat16'"),
+        (("fwd", "bf16", "local"), "mask must be full or causal, got 'local'"),
+    ],
+    ids=["pass", "dtype", "mask"],
+)
+def test_an_unknown_word_is_a_value_error(key, message):
+    with pytest.raises(ValueError, match=message):
+        plan(key, 64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch": 0}, "at least 1"),
+        ({"seqlen_k": -1}, "at least 1"),
+        ({"num_sms": 0}, "at least 1"),
+        ({"num_heads_kv": 3}, "num_heads_kv must divide num_heads_q, 4, got 3"),
+        ({"head_dim": 60}, "head_dim must be a multiple of 8, got 60"),
+    ],
+    ids=str,
+)
+def test_sizes_that_no_call_has_are_value_errors(changes, message):
+    with pytest.raises(ValueError, match=message):
+        plan(("fwd", "bf16", "full"), **{"head_dim": 64, **changes})
+
+
+@pytest.mark.parametrize("op", ["fwd", "bwd"])
+def test_loading_the_module_registers_the_cuda_implementation(op):
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"flash3::{op}", "CUDA")
+
+
+def test_build_info_names_the_versions():
+    info = kernels.build_info()
+    assert info["arch"] == "sm_90a"
+    assert re.fullmatch(r"\d+\.\d+", info["cuda_version"])
+    assert re.fullmatch(r"2\.\d+", info["torch_target"])
+    assert info["cutlass_version"] != "unknown"

@@ -1,0 +1,172 @@
+"""The examples on CPU: the text, the model, a short training run with both attentions, the demo."""
+
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("numpy")
+pytest.importorskip("tqdm")
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+
+import demo
+import gpt
+import parity
+import stdlib_text
+import train_gpt
+
+CPU = torch.device("cpu")
+SHORT = replace(train_gpt.TINY, context=64, batch=8, steps=30)
+
+
+@pytest.fixture(scope="module")
+def text():
+    return stdlib_text.load(CPU)
+
+
+@pytest.fixture(scope="module")
+def runs(text):
+    """The same seed with flash3 and with torch's attention."""
+    return [
+        train_gpt.train(replace(SHORT, attention=name), text, sample_length=20)
+        for name in ("flash3", "sdpa")
+    ]
+
+
+def test_text_is_the_standard_library_in_a_fixed_order(text):
+    files = stdlib_text.source_files()
+    assert files == stdlib_text.source_files()
+    names = {path.name for path in files}
+    assert {"argparse.py", "typing.py"} <= names
+    assert not any("site-packages" in path.parts or "test" in path.parts for path in files)
+    assert len(text.train) > 10 * len(text.validation) > 1_000_000
+    assert b"def " in bytes(text.train[:100_000].tolist())
+
+
+def test_windows_are_reproducible_and_targets_are_the_next_bytes(text):
+    inputs, targets = stdlib_text.windows(text.train, 3, 50, torch.Generator().manual_seed(1))
+    again, _ = stdlib_text.windows(text.train, 3, 50, torch.Generator().manual_seed(1))
+    assert inputs.shape == targets.shape == (3, 50)
+    assert torch.equal(inputs, again)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+
+
+def test_windows_reach_the_last_byte():
+    data = torch.arange(5, dtype=torch.uint8)
+    _, targets = stdlib_text.windows(data, 64, 3, torch.Generator().manual_seed(0))
+    assert targets.max() == 4
+
+
+def test_rotary_scores_depend_on_distance_only():
+    table = gpt.rotary_table(64, 32)
+    q, k = torch.randn(2, 32)
+    rotated_q, rotated_k = (gpt.rotate(x.expand(1, 64, 1, 32), table)[0, :, 0] for x in (q, k))
+    scores = rotated_q @ rotated_k.T
+    for distance in (0, 7, 40):
+        diagonal = scores.diagonal(-distance)
+        assert torch.allclose(diagonal, diagonal[0].expand_as(diagonal), atol=1e-4)
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (4, 2), (4, 1)])
+def test_the_three_attentions_agree(heads, kv_heads):
+    q = torch.randn(2, 40, heads, 64).bfloat16()
+    k, v = torch.randn(2, 2, 40, kv_heads, 64).bfloat16()
+    results = [attention(q, k, v).float() for attention in gpt.ATTENTIONS.values()]
+    assert results[0].shape == (2, 40, heads, 64)
+    for other in results[1:]:
+        assert (results[0] - other).abs().max() < 0.05
+
+
+def test_model_does_not_see_the_future():
+    torch.manual_seed(0)
+    model = gpt.GPT(SHORT.model, "flash3")
+    tokens = torch.randint(256, (1, 32))
+    changed = tokens.clone()
+    changed[0, 20:] = 0
+    with torch.no_grad():
+        a, b = model(tokens), model(changed)
+    assert torch.equal(a[0, :20], b[0, :20]) and not torch.equal(a[0, 20:], b[0, 20:])
+
+
+def test_learning_rate_warms_up_and_falls_to_a_tenth():
+    rates = [train_gpt.learning_rate(step, SHORT) for step in range(SHORT.steps)]
+    peak = SHORT.learning_rate
+    assert rates[0] == pytest.approx(peak / 3) and max(rates) == pytest.approx(peak)
+    assert peak / 10 < rates[-1] < peak / 8
+
+
+def test_loss_falls_and_the_curves_of_flash3_and_sdpa_agree(runs):
+    ours, theirs = runs
+    assert ours.losses[0] == pytest.approx(math.log(256), abs=0.2)
+    assert ours.losses[-1] < 3.6 and ours.validation_loss < 3.6
+    largest, mean = train_gpt.loss_difference(ours, theirs)
+    assert largest < 0.05 and mean < 0.01
+    assert len(ours.sample) > 10 and ours.tokens_per_second > 0
+    assert set(ours.attention_ms) == {"forward", "backward"}
+
+
+def test_training_is_reproducible(runs, text):
+    again = train_gpt.train(replace(runs[0].settings), text, sample_length=20)
+    assert again.losses == runs[0].losses and again.sample == runs[0].sample
+
+
+def test_report_prints_the_comparison_and_writes_both_files(runs, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    train_gpt.report(runs, tmp_path)
+    printed = capsys.readouterr().out
+    assert "flash3 against sdpa, same seed: loss curves differ by at most" in printed
+    assert "tokens/s" in printed and "A sample of flash3's model" in printed
+    stored = json.loads((tmp_path / "loss.json").read_text())
+    assert [run["settings"]["attention"] for run in stored] == ["flash3", "sdpa"]
+    assert stored[0]["losses"] == runs[0].losses
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_command_line_of_train_gpt(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    command = "--device cpu --attention math --context 32 --layers 1 --batch 2 --steps 2 --seed 3"
+    assert train_gpt.main([*command.split(), "--out", str(tmp_path)]) == 0
+    settings = json.loads((tmp_path / "loss.json").read_text())[0]["settings"]
+    assert (settings["attention"], settings["context"], settings["seed"]) == ("math", 32, 3)
+    with pytest.raises(SystemExit):
+        train_gpt.main(["--device", "cpu", "--heads", "3", "--kv-heads", "2"])
+    assert "--heads a multiple of --kv-heads" in capsys.readouterr().err
+
+
+def test_demo_on_cpu(monkeypatch, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(demo, "choose_device", lambda: (CPU, "The CPU reference path runs."))
+    monkeypatch.setattr(parity, "CASES", parity.CASES[2:4])
+    monkeypatch.setattr(train_gpt, "TINY", replace(SHORT, steps=60))
+    assert demo.main(["--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("  ok\n") == 2
+    assert printed.rstrip().endswith(f"Loss curve: {tmp_path / 'loss.png'}")
+
+
+@pytest.mark.parametrize("fault", ["zero", "nan"])
+def test_demo_fails_where_flash3_is_wrong(fault, monkeypatch, capsys):
+    right = parity.by_flash3
+
+    def wrong(*arguments):
+        results = right(*arguments)
+        if fault == "zero":
+            results["dk"].zero_()
+        else:
+            results["lse"][0, 0, 5] = math.nan
+        return results
+
+    monkeypatch.setattr(demo, "choose_device", lambda: (CPU, ""))
+    monkeypatch.setattr(parity, "CASES", parity.CASES[3:4])
+    monkeypatch.setattr(parity, "by_flash3", wrong)
+    assert demo.main([]) == 1
+    assert "  WRONG" in capsys.readouterr().out
+
+
+def test_demo_says_which_path_runs_and_why():
+    device, which = demo.choose_device()
+    assert ("Hopper kernels run" in which) if device.type == "cuda" else ("because" in which)

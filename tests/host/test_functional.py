@@ -1,0 +1,174 @@
+"""flash_attn_func: what it returns, what it accepts, and gradients through strange tensors."""
+
+import inspect
+import math
+
+import pytest
+import torch
+from attention_math import attention_math
+from cases import Case
+from views import VIEWS, inside
+
+import flash3
+from flash3 import ops
+
+
+def small(dtype=torch.float64, **fields):
+    inputs = Case(9, 13, 16, **fields).inputs(dtype)
+    return inputs.q, inputs.k, inputs.v
+
+
+def test_parameters_are_those_of_flash_attention_3():
+    parameters = inspect.signature(flash3.flash_attn_func).parameters
+    positional = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert " ".join(positional) == (
+        "q k v softmax_scale causal qv q_descale k_descale v_descale window_size attention_chunk softcap num_splits "
+        "pack_gqa deterministic sm_margin return_attn_probs"
+    )
+    defaults = {name: p.default for name, p in parameters.items() if name not in "qkv"}
+    assert defaults == {
+        "softmax_scale": None,
+        "causal": False,
+        **dict.fromkeys(("qv", "q_descale", "k_descale", "v_descale", "pack_gqa")),
+        "window_size": (-1, -1),
+        "attention_chunk": 0,
+        "softcap": 0.0,
+        "num_splits": 1,
+        "deterministic": False,
+        "sm_margin": 0,
+        "return_attn_probs": False,
+        "return_lse": False,
+    }
+
+
+def test_public_names():
+    assert flash3.__version__ == "0.1.0"
+    assert all(hasattr(flash3, name) for name in flash3.__all__)
+
+
+@pytest.mark.parametrize("name", ["return_lse", "return_attn_probs"])
+def test_lse_on_request(name):
+    q, k, v = small(torch.bfloat16)
+    out = flash3.flash_attn_func(q, k, v)
+    again, lse = flash3.flash_attn_func(q, k, v, **{name: True})
+    assert torch.equal(out, again)
+    assert out.dtype == torch.bfloat16 and out.shape == q.shape and out.is_contiguous()
+    assert lse.dtype == torch.float32 and lse.shape == (2, 2, 9) and lse.is_contiguous()
+
+
+@pytest.mark.parametrize("scale", [None, 0.07, 2, 1.5])
+def test_scale(scale):
+    q, k, v = small()
+    torch.testing.assert_close(
+        flash3.flash_attn_func(q, k, v, scale), attention_math(q, k, v, scale)[0]
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"causal": True}, {"window_size": (-1, 0)}, {"window_size": [-1, 0]}]
+)
+def test_spellings_of_causal(arguments):
+    q, k, v = small()
+    torch.testing.assert_close(
+        flash3.flash_attn_func(q, k, v, **arguments), attention_math(q, k, v, causal=True)[0]
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"num_splits": 0},
+        {"pack_gqa": False},
+        {"window_size": [-1, -1]},
+        {"softcap": 0, "sm_margin": 0},
+    ],
+)
+def test_hints_and_defaults_change_nothing(arguments):
+    q, k, v = small()
+    assert torch.equal(
+        flash3.flash_attn_func(q, k, v, **arguments), flash3.flash_attn_func(q, k, v)
+    )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("view", VIEWS, ids=lambda f: f.__name__)
+def test_strange_tensors_have_the_gradients_of_their_copies(view, causal):
+    kind = {"dtype": torch.float64, "device": "cpu"}
+    leaves, views = zip(
+        *(view(2, s, h, 16, **kind) for s, h in ((9, 4), (13, 2), (13, 2))), strict=True
+    )
+    _, dout = view(2, 9, 4, 16, **kind)
+
+    def gradients(tensors):
+        out, lse = flash3.flash_attn_func(*tensors, causal=causal, return_lse=True)
+        return out, torch.autograd.grad(
+            (out, lse.sum()), leaves, (dout.detach(), torch.ones((), dtype=lse.dtype))
+        )
+
+    out, grads = gradients(views)
+    copy_out, copy_grads = gradients([x.contiguous().clone() for x in views])
+    torch.testing.assert_close(out, copy_out)
+    for grad, copy_grad in zip(grads, copy_grads, strict=True):
+        torch.testing.assert_close(grad, copy_grad)
+
+
+@pytest.mark.parametrize("filler", [math.nan, math.inf])
+@pytest.mark.parametrize("causal", [False, True])
+def test_memory_around_the_tensors_has_no_effect(filler, causal):
+    inputs = Case(11, 14, 16, causal).inputs(torch.bfloat16)
+
+    def results(tensors, dout):
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        out, lse = flash3.flash_attn_func(*leaves, causal=causal, return_lse=True)
+        return out, lse, *torch.autograd.grad(out, leaves, dout)
+
+    clean = results((inputs.q, inputs.k, inputs.v), inputs.dout)
+    poisoned = results(
+        [inside(x, filler) for x in (inputs.q, inputs.k, inputs.v)], inside(inputs.dout, filler)
+    )
+    for x, y in zip(clean, poisoned, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 8), (1, 5, 1, 8), (3, 1, 2, 8)])
+def test_length_1_dimensions_may_have_any_stride(shape):
+    tensors = [torch.randn(shape, dtype=torch.float64) for _ in range(3)]
+    strides = [1 if dim == 3 else (shape[3] if size > 1 else 3) for dim, size in enumerate(shape)]
+    strides[1] = shape[2] * shape[3] if shape[1] > 1 else 5
+    strides[0] = shape[1] * shape[2] * shape[3] if shape[0] > 1 else 7
+    strange = [x.clone().as_strided(shape, strides) for x in tensors]
+    torch.testing.assert_close(flash3.flash_attn_func(*strange), flash3.flash_attn_func(*tensors))
+
+
+def test_meta_tensors_give_shapes():
+    q, k, v = (x.to("meta") for x in small(torch.bfloat16))
+    out, lse = flash3.flash_attn_func(q, k, v, return_lse=True)
+    assert out.device.type == "meta" and out.shape == q.shape and lse.shape == (2, 2, 9)
+
+
+def test_missing_kernels_are_explained():
+    """The message of CUDA calls where the kernels are not built."""
+    if ops.kernels_missing is None:
+        pytest.skip("the kernels are built")
+    with pytest.raises(RuntimeError, match=r"flash3: .*(not built|could not be loaded)"):
+        ops._raise_kernels_missing()
+
+
+def test_reason_for_missing_kernels(monkeypatch):
+    import builtins
+
+    def import_that_fails(error):
+        def fake_import(name, *args):
+            if name == "flash3._C":
+                raise error
+            return real_import(name, *args)
+
+        real_import = builtins.__import__
+        monkeypatch.setattr(builtins, "__import__", fake_import)
+        reason = ops._load_kernels()
+        monkeypatch.undo()
+        return reason
+
+    assert "pip install" in import_that_fails(ModuleNotFoundError("none", name="flash3._C"))
+    assert "undefined symbol" in import_that_fails(ImportError("undefined symbol: x"))
+    assert "libcudart" in import_that_fails(ModuleNotFoundError("libcudart", name="libcudart"))

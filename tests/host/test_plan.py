@@ -1,0 +1,124 @@
+"""Grid and workspace of a call, from csrc/launch/plan.cpp through flash3._C. No GPU."""
+
+import math
+
+import pytest
+
+kernels = pytest.importorskip("flash3._C", reason="flash3._C is not built")
+
+ROWS = {row["name"]: row for row in kernels.variants()}
+FORWARD = [name for name, row in ROWS.items() if row["pass"] == "fwd"]
+BACKWARD = [name for name, row in ROWS.items() if row["pass"] == "bwd"]
+
+# batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv
+SHAPES = {
+    "one token": (1, 1, 1, 1, 1),
+    "one tile": (1, 64, 64, 1, 1),
+    "one row more than tiles": (2, 385, 641, 4, 4),
+    "gqa": (2, 1000, 8192, 32, 8),
+    "mqa": (3, 4096, 77, 16, 1),
+    "batch 70,000": (70_000, 5, 9, 2, 1),
+}
+
+
+def plan(name, shape, *, num_sms=132, deterministic=False, head_dim=None):
+    row = ROWS[name]
+    head_dim = head_dim or row["head_dim"]
+    return kernels.plan(
+        row["pass"], row["dtype"], row["mask"], *shape, head_dim, num_sms, deterministic
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("name", FORWARD)
+def test_forward_grid_is_one_cta_per_tile_until_the_gpu_is_full(name, shape):
+    batch, seqlen_q, _, num_heads_q, _ = shape
+    tiles = math.ceil(seqlen_q / ROWS[name]["tile"]["m"]) * num_heads_q * batch
+    for num_sms in (1, 132):
+        found = plan(name, shape, num_sms=num_sms)
+        assert found["row"] == name
+        assert found["tile"] == ROWS[name]["tile"]
+        assert found["tiles"] == tiles
+        assert found["grid"] == min(tiles, num_sms)
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_forward_workspace_is_the_tile_counter_of_a_dynamic_schedule(name):
+    expected = 4 if ROWS[name]["tile"]["dynamic_schedule"] else 0
+    assert plan(name, SHAPES["gqa"])["workspace_bytes"] == expected
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("name", BACKWARD)
+def test_backward_grid_is_one_cta_per_key_block_of_a_kv_head(name, shape):
+    batch, _, seqlen_k, _, num_heads_kv = shape
+    n_blocks = math.ceil(seqlen_k / ROWS[name]["tile"]["n"])
+    assert plan(name, shape)["grid"] == n_blocks * num_heads_kv * batch
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["free", "deterministic"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("name", BACKWARD)
+def test_backward_workspace_holds_its_parts_one_after_the_other(name, shape, deterministic):
+    batch, seqlen_q, _, num_heads_q, _ = shape
+    tile_m = ROWS[name]["tile"]["m"]
+    found = plan(name, shape, deterministic=deterministic)
+
+    rounded = found["seqlen_q_rounded"]
+    assert rounded % tile_m == 0
+    assert rounded % 64 == 0  # rows of fp32 start on 256 bytes
+    assert seqlen_q <= rounded < seqlen_q + math.lcm(tile_m, 64)
+
+    rows = batch * num_heads_q * rounded
+    sizes = {
+        "dq_accum": rows * ROWS[name]["head_dim"] * 4,
+        "lse_log2": rows * 4,
+        "dpsum": rows * 4,
+        "dq_turn": rows // tile_m * 4 if deterministic else 0,
+    }
+    end = 0
+    for part, size in sizes.items():
+        assert found["workspace_offsets"][part] == end, part
+        end += math.ceil(size / 256) * 256
+    assert found["workspace_bytes"] == end
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_backward_workspace_is_sized_for_the_rows_head_dim(name):
+    """dQ is summed in the layout of the kernel's accumulator, which is as wide as the row, not as the call."""
+    shape = SHAPES["gqa"]
+    below = ROWS[name]["head_dim"] - 8
+    if plan(name, shape, head_dim=below)["row"] != name:
+        pytest.skip("another row serves the smaller head_dim")
+    expected = plan(name, shape)["workspace_bytes"]
+    assert plan(name, shape, head_dim=below)["workspace_bytes"] == expected
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_backward_workspace_beyond_32_bits(name):
+    """70,000 x 32 heads x 4,096 rows: more than 2^33 rows, counted without overflow."""
+    rows = 70_000 * 32 * 4096
+    bytes_per_row = ROWS[name]["head_dim"] * 4 + 8
+    assert plan(name, (70_000, 4096, 128, 32, 1))["workspace_bytes"] == rows * bytes_per_row
+
+
+@pytest.mark.parametrize("name", FORWARD + BACKWARD)
+def test_a_grid_beyond_32_bits_is_an_error(name):
+    with pytest.raises(RuntimeError, match=r"more than 2\^31 - 1"):
+        plan(name, (2**30, 1, 1, 8, 8))
+
+
+@pytest.mark.parametrize("name", FORWARD + BACKWARD)
+def test_why_gives_the_tile_the_experiment_and_the_padding(name):
+    row = ROWS[name]
+    why = plan(name, SHAPES["gqa"])["why"]
+    assert f"tile {row['tile']['m']}x{row['tile']['n']} ({row['why']})" in why
+    assert "padded" not in why
+    padded = plan(name, SHAPES["gqa"], head_dim=row["head_dim"] - 8)
+    assert padded["row"] != name or f"padded to {row['head_dim']}" in padded["why"]
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_why_says_when_sms_stay_idle(name):
+    assert "131 SMs idle" in plan(name, SHAPES["one token"])["why"]
+    assert "persistent" in plan(name, SHAPES["gqa"])["why"]

@@ -1,0 +1,155 @@
+"""The variant table, the model of what a row may cost, and the sources that are made from it."""
+
+from dataclasses import replace
+
+import pytest
+from variants import generate, limits
+from variants.table import BACKWARD, CORE, DTYPES, FORWARD, MASKS, all_rows
+
+HEAD_DIMS = (64, 128)
+ROWS = {row.name: row for row in all_rows()}
+# Two rows with tiles of their own, so that tuning the table changes no expectation here.
+FWD = replace(ROWS["fwd_bf16_hd128_full"], m=128, n=176, kv_stages=2, q_stages=1, mma_warpgroups=2)
+BWD = replace(
+    ROWS["bwd_bf16_hd128_causal"],
+    m=64,
+    n=128,
+    q_stages=2,
+    do_stages=2,
+    ds_in_registers=False,
+    mma_warpgroups=2,
+)
+
+
+@pytest.mark.parametrize("row", all_rows(), ids=lambda row: row.name)
+def test_row_can_be_built(row):
+    assert limits.problems(row) == []
+
+
+def test_names_are_unique_and_the_table_is_within_its_budget():
+    limits.check(all_rows())
+    assert len(ROWS) == len(all_rows()) <= limits.KERNEL_BUDGET
+
+
+@pytest.mark.parametrize("rows", [FORWARD, BACKWARD], ids=["forward", "backward"])
+def test_every_combination_is_served(rows):
+    keys = {(row.key.dtype, row.key.head_dim, row.key.mask) for row in rows}
+    assert keys == {(d, h, m) for d in DTYPES for h in HEAD_DIMS for m in MASKS}
+
+
+def test_core_rows_exist_and_cover_every_path():
+    rows = [ROWS[name] for name in CORE]
+    for kind in ("fwd", "bwd"):
+        chosen = [row for row in rows if row.name.startswith(kind)]
+        assert {row.key.head_dim for row in chosen} == set(HEAD_DIMS)
+        assert {row.key.mask for row in chosen} == set(MASKS)
+
+
+@pytest.mark.parametrize("row", all_rows(), ids=lambda row: row.name)
+def test_row_names_the_experiment_that_chose_it(row):
+    assert row.why
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (replace(FWD, m=192), "m 192 is not 64"),
+        (replace(FWD, n=100), "n 100 is not a multiple of 16"),
+        (replace(FWD, n=272), "up to 256"),
+        (replace(FWD, kv_stages=4), "bytes of shared memory"),
+        (replace(FWD, n=256, kv_stages=1), "registers a thread"),
+        (replace(FWD, kv_stages=0), "not all at least 1"),
+        (replace(FWD, m=256, mma_warpgroups=4), "mma_warpgroups 4"),
+        (replace(FWD, key=replace(FWD.key, head_dim=96)), "head_dim 96"),
+        (replace(FWD, key=replace(FWD.key, dtype="f64")), "dtype f64"),
+        (replace(FWD, key=replace(FWD.key, mask="local")), "mask local"),
+        (replace(BWD, n=64), "n 64 is not 64 * mma_warpgroups"),
+        (replace(BWD, m=96), "m 96 is not a multiple of 64"),
+        (replace(BWD, m=128), "registers a thread"),
+        (
+            replace(BWD, m=128, key=replace(BWD.key, head_dim=64)),
+            "registers a thread",
+        ),  # it spilled
+        (replace(BWD, q_stages=8), "bytes of shared memory"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_impossible_row_is_refused_with_the_reason(row, message):
+    with pytest.raises(limits.LimitError, match=row.name) as refused:
+        limits.check([row])
+    assert message in str(refused.value)
+
+
+def test_double_row_is_refused():
+    with pytest.raises(limits.LimitError, match="2 rows have this key"):
+        limits.check([FWD, FWD])
+
+
+def test_table_beyond_the_budget_is_refused(monkeypatch):
+    monkeypatch.setattr(limits, "KERNEL_BUDGET", 3)
+    with pytest.raises(limits.LimitError, match="its budget is 3"):
+        limits.check(all_rows())
+
+
+def test_shared_memory_model_counts_every_tile():
+    row = replace(FWD, m=128, n=128, q_stages=1, kv_stages=2)
+    assert limits.smem_bytes(row) == (128 + 4 * 128) * 128 * 2 + limits.BARRIER_BYTES
+    row = replace(BWD, m=64, n=128, q_stages=2, do_stages=2)
+    tiles = 2 * 128 * 128 * 2 + 4 * 64 * 128 * 2 + 2 * 64 * 128 * 2 + 4 * 64 * 4
+    assert limits.smem_bytes(row) == tiles + limits.BARRIER_BYTES
+
+
+@pytest.mark.parametrize(
+    ("spec", "names"),
+    [
+        ("all", list(ROWS)),
+        ("core", [name for name in ROWS if name in CORE]),
+        ("hd128,bf16,fwd", ["fwd_bf16_hd128_full", "fwd_bf16_hd128_causal"]),
+        (" bwd , hd64, f16 ", ["bwd_f16_hd64_full", "bwd_f16_hd64_causal"]),
+        ("core,bwd", [name for name in ROWS if name in CORE and name.startswith("bwd")]),
+        ("fwd_f16_hd64_full", ["fwd_f16_hd64_full"]),
+    ],
+)
+def test_filter_selects_rows_by_words(spec, names):
+    assert [row.name for row in generate.select(spec)] == names
+
+
+@pytest.mark.parametrize("spec", ["hd256", "f1", "fwd,bwd", ",", "BF16"])
+def test_filter_without_a_match_lists_the_words(spec):
+    with pytest.raises(
+        generate.FilterError, match="bf16, bwd, causal, f16, full, fwd, hd128, hd64"
+    ):
+        generate.select(spec)
+
+
+def test_row_source_states_the_row():
+    text = generate.row_source(FWD)
+    assert '#include "forward/launch.cuh"' in text
+    assert "struct fwd_bf16_hd128_full {\n  using Element = cutlass::bfloat16_t;" in text
+    assert "KernelKey key = {DType::kBF16, 128, MaskKind::kFull};" in text
+    assert f"FwdTile tile = {{.m = {FWD.m}, .n = {FWD.n}, .kv_stages = {FWD.kv_stages}," in text
+    assert "void launch_fwd_bf16_hd128_full(FwdParams const& params, cudaStream_t stream)" in text
+    assert "launch_bwd<bwd_bf16_hd128_causal>(params, stream);" in generate.row_source(BWD)
+
+
+def test_table_source_lists_rows_in_order_and_survives_an_empty_side():
+    text = generate.tables_source([FWD])
+    assert text.count(f'"{FWD.name}", "{FWD.why}", launch_{FWD.name}}}') == 1
+    assert "std::span<BwdEntry const> bwd_table() { return {}; }" in text
+    both = generate.tables_source(all_rows())
+    places = [both.index(f'"{name}"') for name in ROWS]
+    assert places == sorted(places)
+
+
+def test_generation_is_deterministic_and_touches_only_what_changed(tmp_path):
+    rows = generate.select("core")
+    sources = generate.generate(rows, tmp_path)
+    assert [path.stem for path in sources] == [row.name for row in rows]
+    before = {path: (path.read_text(), path.stat().st_mtime_ns) for path in tmp_path.iterdir()}
+    sources[0].write_text("something else")
+    generate.generate(rows, tmp_path)
+    after = {path: (path.read_text(), path.stat().st_mtime_ns) for path in tmp_path.iterdir()}
+    assert {p: text for p, (text, _) in after.items()} == {
+        p: text for p, (text, _) in before.items()
+    }
+    assert [path for path in before if after[path] != before[path]] == [sources[0]]

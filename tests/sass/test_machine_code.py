@@ -1,0 +1,67 @@
+"""What the compiler must have made of every row: a change that breaks one of these makes the kernel slow, not wrong."""
+
+import re
+import subprocess
+
+from variants import limits
+
+REGISTER_FILE = 64 * 1024  # registers of one SM
+
+
+def test_gemms_are_as_wide_as_the_tile(main_kernel, row):
+    assert main_kernel.gemm_widths() == limits.gemm_widths(row)
+
+
+def test_gemms_accumulate_in_fp32_from_the_rows_dtype(main_kernel, row):
+    gemms = {opcode for opcode in main_kernel.opcodes if "GMMA." in opcode}
+    suffix = "F32.BF16" if row.key.dtype == "bf16" else "F32"
+    assert gemms
+    assert all(re.fullmatch(rf"HGMMA\.64x\d+x16\.{suffix}", opcode) for opcode in gemms), gemms
+
+
+def test_operands_are_loaded_by_tma(main_kernel):
+    assert main_kernel.count("UTMALDG") > 0
+    assert main_kernel.count("LDGSTS") == 0, "cp.async in a kernel whose operands come by TMA"
+
+
+def test_registers_move_from_the_producer_to_the_consumers(main_kernel, row):
+    requests = sorted(main_kernel.register_requests)
+    assert len(requests) == 2, requests
+    producer, consumer = requests
+    assert consumer == limits.CONSUMER_REGISTERS[type(row)][row.mma_warpgroups]
+    assert (producer + row.mma_warpgroups * consumer) * limits.WARPGROUP_THREADS <= REGISTER_FILE
+
+
+def test_registers_at_launch_fit_the_register_file(report, row):
+    threads = (row.mma_warpgroups + 1) * limits.WARPGROUP_THREADS
+    main = next(k for k in report.kernels if k.name == f"{row.name.split('_')[0]}_kernel")
+    assert 0 < main.registers * threads <= REGISTER_FILE
+
+
+def test_no_kernel_spills(report):
+    assert report.kernels
+    spilling = {k.name: (k.stack, k.spill_stores, k.spill_loads) for k in report.kernels}
+    assert all(sizes == (0, 0, 0) for sizes in spilling.values()), spilling
+
+
+def test_no_local_memory_in_the_main_kernel(main_kernel):
+    assert main_kernel.count("STL") == 0
+    assert main_kernel.count("LDL") == 0
+
+
+def test_ptxas_has_no_performance_complaint(report):
+    """C7510 and its relatives: wgmma instructions were serialised."""
+    assert report.messages == []
+
+
+def test_object_has_no_torch_or_python_symbol(objects, row):
+    symbols = subprocess.run(
+        ["nm", str(objects[row.name])], capture_output=True, text=True, check=True
+    ).stdout
+    foreign = [
+        line
+        for line in symbols.splitlines()
+        if re.search(r"torch|aoti_|\b_?Py[A-Z_]|_ZN?K?(2at|3c10)|pybind", line)
+    ]
+    assert symbols
+    assert foreign == []
