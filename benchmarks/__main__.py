@@ -1,0 +1,186 @@
+"""Command line: `python -m benchmarks fwd|bwd|both|overhead` measures, `report` renders a file."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from . import compare, report
+from .baselines import find_implementations
+from .machine import describe_machine, gpu_state
+from .overhead import measure_overhead
+from .plot import plot
+from .runner import DeviceLost, Settings, measure_cell
+from .shapes import DTYPES, HEAD_DIMS, HIDDEN, MASKS, MODES, SEQLENS, TOKENS, grid
+from .timing import matmul_ceiling
+
+
+def integers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+def as_list(values) -> str:
+    return ",".join(map(str, values))
+
+
+def measuring_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--dtype", choices=DTYPES, default="bf16")
+    add("--head-dims", type=integers, default=list(HEAD_DIMS), help=as_list(HEAD_DIMS))
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--rounds", type=int, default=7, help="samples per implementation (default 7)")
+    add("--only", type=lambda text: text.split(","), help="implementations, e.g. flash3,cudnn")
+    output_arguments(parser)
+
+
+def grid_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--seqlens", type=integers, default=list(SEQLENS), help=as_list(SEQLENS))
+    add("--causal", choices=MASKS, default="both")
+    add("--tokens", type=int, default=TOKENS, help="batch x seqlen")
+    add("--hidden", type=int, default=HIDDEN, help="query heads x head_dim")
+    add("--group", type=int, default=1, help="query heads per key/value head")
+    add("--warmup", type=float, default=0.1, help="seconds per implementation and cell")
+    add("--sample-ms", type=float, default=3.0, help="least length of one sample")
+    add("--rotate", type=int, default=1, help="sets of inputs to go through in turn")
+    add("--seed", type=int, default=0)
+    add("--overhead", action="store_true", help="measure the call overhead too")
+
+
+def output_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--compare", type=Path, metavar="TARGETS.json", help="print our standing per cell")
+    add("--out", type=Path, help="folder for JSON, markdown and plots")
+    add("--name", help="file name stem in --out (default: command and dtype)")
+    add("--plot", action="store_true", help="write PNG plots to --out")
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in MODES:
+        what = "forward and backward" if name == "both" else report.MODE_TITLE[name].lower()
+        command = commands.add_parser(name, help=f"time {what}")
+        measuring_arguments(command)
+        grid_arguments(command)
+    measuring_arguments(commands.add_parser("overhead", help="host time per call"))
+    command = commands.add_parser("report", help="tables and plots of a result file, without a GPU")
+    command.add_argument("result", type=Path)
+    command.add_argument("--readme", type=Path, help="file whose <!-- bench:NAME --> to fill")
+    output_arguments(command)
+    args = parser.parse_args(argv)
+    if args.plot and not args.out:
+        parser.error("--plot needs --out, the folder to write to")
+    return args
+
+
+def measure_cells(result: dict, args, implementations, device: torch.device) -> None:
+    """Fills result["ceilings"] and result["cells"], with a progress bar."""
+    from tqdm import tqdm
+
+    settings = Settings(args.rounds, args.warmup, args.sample_ms, args.rotate, args.seed)
+    causals = MASKS[args.causal]
+    cells = grid(
+        MODES[args.command], args.dtype, args.head_dims, args.seqlens, causals,
+        args.tokens, args.hidden, args.group,
+    )  # fmt: skip
+    size, seconds = (8192, 2.0) if device.type == "cuda" else (512, 0.1)
+    result["settings"] = vars(settings)
+    result["ceiling_size"] = size
+    result["ceilings"][args.dtype] = matmul_ceiling(DTYPES[args.dtype], device, size, seconds)
+    with tqdm(cells, unit="cell", dynamic_ncols=True) as progress:
+        for cell in progress:
+            progress.set_postfix_str(str(cell))
+            entry = measure_cell(cell, implementations, settings, device)
+            result["cells"].append(entry)
+            error = entry["results"].get("flash3", {}).get("error")
+            if error:
+                progress.write(f"{cell}: flash3: {error}", file=sys.stderr)
+
+
+def measure(args) -> dict:
+    """Runs a measuring command; what it has when the GPU is lost is kept."""
+    device = torch.device(args.device)
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+    implementations, missing = find_implementations(device)
+    if args.only:
+        unknown = set(args.only) - {i.name for i in implementations} - set(missing)
+        if unknown:
+            raise ValueError(f"--only: unknown implementation {', '.join(sorted(unknown))}")
+        implementations = [i for i in implementations if i.name in args.only]
+        missing = {name: why for name, why in missing.items() if name in args.only}
+    result = {
+        "schema": 1,
+        "command": args.command,
+        "machine": describe_machine(device),
+        "gpu_state": {"before": gpu_state(device)},
+        "implementations": {
+            i.name: {"label": i.label, "version": str(i.version), "layout": i.layout}
+            for i in implementations
+        },
+        "missing": missing,
+        "ceilings": {},
+        "cells": [],
+    }
+    try:
+        if args.command in MODES:
+            measure_cells(result, args, implementations, device)
+        if args.command == "overhead" or args.overhead:
+            result["overhead"] = measure_overhead(
+                implementations, args.dtype, args.head_dims[-1], device, args.rounds
+            )
+    except DeviceLost as error:
+        result["aborted"] = str(error)
+    result["gpu_state"]["after"] = gpu_state(device)
+    return result
+
+
+def failed(result: dict) -> bool:
+    """Whether flash3 was refused, raised, or the run ended early."""
+    entries = [*result["cells"], result.get("overhead") or {"results": {}}]
+    return bool(result.get("aborted")) or any(
+        "error" in entry["results"].get("flash3", {}) for entry in entries
+    )
+
+
+def write(args, result: dict, found) -> None:
+    """JSON (of a new measurement), markdown and plots into --out."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    dtypes = sorted({cell["dtype"] for cell in result["cells"]})
+    stem = args.name or "-".join([result["command"], *dtypes])
+    written = [args.out / f"{stem}.md"]
+    written[0].write_text(report.render(result, found))
+    if args.command != "report":
+        written.append(args.out / f"{stem}.json")
+        written[-1].write_text(json.dumps(result, indent=1) + "\n")
+    if args.plot:
+        written += plot(result, args.out, stem)
+    print("\nWritten: " + ", ".join(map(str, written)))
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    try:
+        stored = args.command == "report"
+        result = json.loads(args.result.read_text()) if stored else measure(args)
+        targets = compare.load_targets(args.compare) if args.compare else None
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    found = compare.standings(result["cells"], targets) if targets is not None else None
+    print(report.render(result, found))
+    if args.out:
+        write(args, result, found)
+    if args.command == "report":
+        if args.readme:
+            filled = report.update_file(args.readme, report.blocks(result, found))
+            print(f"Filled in {args.readme}: {', '.join(filled)}")
+        return 0
+    return 1 if failed(result) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

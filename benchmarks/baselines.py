@@ -1,0 +1,105 @@
+"""Who is measured: flash3 and the attention libraries found, each called in its natural layout."""
+
+import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+BSHD = "bshd"  # (batch, seqlen, heads, head_dim): flash3 and the flash-attn packages
+BHSD = "bhsd"  # (batch, heads, seqlen, head_dim): torch's scaled_dot_product_attention
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """forward(q, k, v, causal) -> out, all contiguous in `layout`, inside `context()`."""
+
+    name: str
+    label: str
+    layout: str
+    forward: Callable[..., torch.Tensor]
+    version: str
+    context: Callable[[], AbstractContextManager] = nullcontext
+
+
+def sdpa(q, k, v, causal: bool) -> torch.Tensor:
+    return F.scaled_dot_product_attention(
+        q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def torch_sdpa(name: str, label: str, backend: SDPBackend, version: str) -> Implementation:
+    return Implementation(name, label, BHSD, sdpa, version, partial(sdpa_kernel, backend))
+
+
+def from_package(name: str, label: str, module_name: str) -> Implementation:
+    """An implementation whose module offers flash_attn_func(q, k, v, causal=...).
+
+    Raises ImportError (or what the package's import raises) when it isn't there.
+    """
+    module = importlib.import_module(module_name)
+    function = module.flash_attn_func
+
+    def forward(q, k, v, causal: bool) -> torch.Tensor:
+        result = function(q, k, v, causal=causal)
+        return result[0] if isinstance(result, tuple) else result  # some return (out, lse)
+
+    version = getattr(module, "__version__", "unknown")
+    return Implementation(name, label, BSHD, forward, version)
+
+
+PACKAGES = {  # name -> (label, module)
+    "flash_attn": ("flash-attn (FA2)", "flash_attn"),
+    "fa3": ("official FA3", "flash_attn_interface"),
+    "fa4": ("FA4 (CuTe DSL)", "flash_attn.cute"),
+}
+
+
+def torch_baselines(device: torch.device) -> tuple[list[Implementation], dict[str, str]]:
+    """torch's own kernels for `device`, and the reason for each that can't run there."""
+    if device.type == "cuda":
+        cudnn = str(torch.backends.cudnn.version())
+        return [
+            torch_sdpa("cudnn", "torch SDPA cuDNN", SDPBackend.CUDNN_ATTENTION, cudnn),
+            torch_sdpa("fa2", "torch SDPA FA2", SDPBackend.FLASH_ATTENTION, torch.__version__),
+        ], {}
+    reason = f"needs a CUDA device, this run is on {device.type}"
+    cpu = torch_sdpa("sdpa", "torch SDPA", SDPBackend.FLASH_ATTENTION, torch.__version__)
+    return [cpu], {"cudnn": reason, "fa2": reason}
+
+
+def find_implementations(
+    device: torch.device,
+) -> tuple[list[Implementation], dict[str, str]]:
+    """flash3 first, then every baseline found; and name -> why for each that is missing."""
+    import flash3
+
+    implementations = [
+        Implementation(
+            "flash3",
+            "flash3",
+            BSHD,
+            lambda q, k, v, causal: flash3.flash_attn_func(q, k, v, causal=causal),
+            getattr(flash3, "__version__", "unknown"),
+        )
+    ]
+    found, missing = torch_baselines(device)
+    implementations += found
+    for name, (label, module_name) in PACKAGES.items():
+        if device.type != "cuda":
+            missing[name] = f"needs a CUDA device, this run is on {device.type}"
+            continue
+        try:
+            implementations.append(from_package(name, label, module_name))
+        except Exception as error:  # a broken install raises more than ImportError
+            missing[name] = f"{module_name}: {type(error).__name__}: {error}"
+    return implementations, missing
+
+
+def reference_sdpa() -> Implementation:
+    """SDPA's unfused path, slow and large, for a gate that has no other baseline to ask."""
+    return torch_sdpa("math", "torch SDPA math", SDPBackend.MATH, torch.__version__)
