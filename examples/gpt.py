@@ -1,0 +1,143 @@
+"""A small GPT: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU. Attention is a choice."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import flash3
+
+
+def flash3_attention(q, k, v):
+    """The whole integration: q (b, s, heads, d), k and v (b, s, kv_heads, d) -> (b, s, heads, d)."""
+    return flash3.flash_attn_func(q, k, v, causal=True)
+
+
+def sdpa_attention(q, k, v):
+    """torch's fused kernels, whichever it picks for the machine."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    return out.transpose(1, 2)
+
+
+def math_attention(q, k, v):
+    """torch's unfused path: it stores the scores, memory grows with context squared."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return sdpa_attention(q, k, v)
+
+
+ATTENTIONS = {"flash3": flash3_attention, "sdpa": sdpa_attention, "math": math_attention}
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    vocabulary: int
+    context: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def mlp_width(self) -> int:
+        return 64 * round(self.width * 8 / 3 / 64)  # as many weights as a plain MLP of 4 widths
+
+
+def rotary_table(context: int, head_dim: int) -> torch.Tensor:
+    """Angles (RoFormer, arXiv 2104.09864): (2, context, 1, head_dim / 2) fp32, cosine and sine."""
+    frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
+    angles = torch.outer(torch.arange(context), frequencies)[:, None, :]
+    return torch.stack([angles.cos(), angles.sin()])
+
+
+def rotate(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Rotates the pairs (x[i], x[i + d/2]) of each head: (b, s, heads, d), x's dtype."""
+    cosine, sine = table[:, : x.shape[1]]
+    first, second = x.float().chunk(2, dim=-1)
+    rotated = (first * cosine - second * sine, second * cosine + first * sine)
+    return torch.cat(rotated, dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: GPTConfig, attention) -> None:
+        super().__init__()
+        self.config, self.attention = config, attention
+        kv_width = config.kv_heads * config.head_dim
+        self.qkv = nn.Linear(config.width, config.width + 2 * kv_width, bias=False)
+        self.out = nn.Linear(config.width, config.width, bias=False)
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        config = self.config
+        heads = self.qkv(x).unflatten(-1, (-1, config.head_dim))
+        q, k, v = heads.split([config.heads, config.kv_heads, config.kv_heads], dim=2)
+        attended = self.attention(rotate(q, table), rotate(k, table), v)
+        return self.out(attended.flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(config.width, 2 * config.mlp_width, bias=False)
+        self.down = nn.Linear(config.mlp_width, config.width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig, attention) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(config.width), nn.RMSNorm(config.width)
+        self.attention, self.mlp = Attention(config, attention), MLP(config)
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), table)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class GPT(nn.Module):
+    """Bytes (b, s) int64 -> logits (b, s, vocabulary). Weights are fp32, run it under autocast."""
+
+    def __init__(self, config: GPTConfig, attention: str) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocabulary, config.width)
+        blocks = (Block(config, ATTENTIONS[attention]) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = nn.RMSNorm(config.width)
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        self.register_buffer("table", rotary_table(config.context, config.head_dim), False)
+        self.apply(self.initialise)
+        for name, weight in self.named_parameters():
+            if name.endswith(("out.weight", "down.weight")):  # keeps the residual stream's variance
+                nn.init.normal_(weight, std=0.02 / (2 * config.layers) ** 0.5)
+
+    @staticmethod
+    def initialise(module: nn.Module) -> None:
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, self.table)
+        return self.head(self.norm(x))
+
+    @torch.no_grad()
+    def generate(self, prompt: torch.Tensor, length: int, generator: torch.Generator):
+        """Appends `length` sampled bytes to prompt (1, s): (1, s + length). Top 40, temperature 0.8."""
+        tokens = prompt
+        for _ in range(length):
+            logits = self(tokens[:, -self.config.context :])[0, -1].float().cpu()
+            best = logits.topk(40)
+            chosen = torch.multinomial((best.values / 0.8).softmax(-1), 1, generator=generator)
+            tokens = torch.cat([tokens, best.indices[chosen][None].to(tokens.device)], dim=1)
+        return tokens
