@@ -24,14 +24,14 @@ struct Placement {
 
 inline Placement placement_of(Tensor const& tensor) {
   Placement placement{};
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &placement.device_type));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &placement.device_index));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &placement.device_type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &placement.device_index));
   return placement;
 }
 
 inline int32_t dtype_of(Tensor const& tensor) {
   int32_t dtype = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
   return dtype;
 }
 

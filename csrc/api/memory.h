@@ -47,7 +47,7 @@ Tensor empty(std::array<int64_t, kDims> const& sizes, int32_t dtype, Placement c
 
 inline cudaStream_t current_stream(int32_t device_index) {
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_index, &stream));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_index, &stream));
   return static_cast<cudaStream_t>(stream);
 }
 
