@@ -6,6 +6,7 @@
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
+#include "common/launch.h"
 #include "cuda_check.h"
 #include "params.h"
 
@@ -27,6 +28,10 @@ inline auto tensor_map_encoder() {
   return encode;
 }
 
+inline CUtensorMapDataType element_type(DType dtype) {
+  return dtype == DType::kF16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+}
+
 struct TensorExtent {
   int head_dim, seqlen, heads, batch;
 };
@@ -45,12 +50,19 @@ inline CUtensorMap make_tensor_map(TensorView const& view, DType dtype, TensorEx
   cuuint32_t const box[4] = {kBoxColumns, cuuint32_t(box_rows), 1, 1};
   cuuint32_t const element_strides[4] = {1, 1, 1, 1};
   CUtensorMap map;
-  CUresult const result = tensor_map_encoder()(
-      &map,
-      dtype == DType::kF16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4,
-      view.ptr, dims, byte_strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  auto const encode = [&] {
+    return tensor_map_encoder()(&map, element_type(dtype), 4, view.ptr, dims, byte_strides, box,
+                                element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult result = encode();
+  if (result == CUDA_ERROR_INVALID_CONTEXT) {
+    // A thread that has not used CUDA yet, such as autograd's: the runtime makes the device's
+    // context current.
+    FLASH3_CUDA_CHECK(cudaSetDevice(current_device()));
+    result = encode();
+  }
   if (result != CUDA_SUCCESS) {
     throw std::runtime_error("flash3: cuTensorMapEncodeTiled refused a tensor (CUresult " +
                              std::to_string(int(result)) + ")");
