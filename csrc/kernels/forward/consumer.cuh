@@ -91,9 +91,9 @@ struct FwdConsumer {
     int const first_masked =
         args.mask().template first_masked_key_block<T::kN>(tile.m_block * T::kM);
     float correction[2];
-    int n = blocks.end - 1;
+    int n = blocks.begin;
 
-    // The last block, which alone has no P V to hide behind.
+    // The first block, which alone has no P V to hide behind.
     Tensor s = partition_fragment_C(mma_qk, Shape<Int<T::kM>, Int<T::kN>>{});
     smem.k_ring.wait_full(k_at);
     issue_gemm<Accumulate::kReplace>(mma_qk, tSrQ, tSrK(_, _, _, k_at.slot), s);
@@ -106,7 +106,7 @@ struct FwdConsumer {
     Tensor p = make_operand_a_like<Element>(s);
     convert(s, p);
 
-    // One step: S of block n - 1 beside P V of block n.
+    // One step: S of block n beside P V of block n - 1.
     auto step = [&](auto masked) {
       Tensor s_next = partition_fragment_C(mma_qk, Shape<Int<T::kM>, Int<T::kN>>{});
       smem.k_ring.wait_full(k_at);
@@ -115,22 +115,22 @@ struct FwdConsumer {
       smem.v_ring.wait_full(v_at);
       issue_gemm<Accumulate::kAdd>(mma_pv, p, tOrV(_, _, _, v_at.slot), o);
       pass_turn();
-      warpgroup_wait<1>();  // S of block n - 1
+      warpgroup_wait<1>();  // S of block n
       smem.k_ring.release(k_at);
       k_at.advance();
       auto scores_next = rows_and_columns(s_next);
-      if constexpr (decltype(masked)::value) mask_scores(scores_next, first_row, n - 1);
+      if constexpr (decltype(masked)::value) mask_scores(scores_next, first_row, n);
       softmax.step(scores_next, correction);
-      warpgroup_wait<0>();  // O with block n
+      warpgroup_wait<0>();  // O with block n - 1
       smem.v_ring.release(v_at);
       v_at.advance();
       convert(s_next, p);
       scale_rows(o, correction);
     };
     CUTLASS_PRAGMA_NO_UNROLL
-    for (; n > blocks.begin && n - 1 >= first_masked; --n) step(true_type{});
+    for (++n; n < min(first_masked, blocks.end); ++n) step(false_type{});
     CUTLASS_PRAGMA_NO_UNROLL
-    for (; n > blocks.begin; --n) step(false_type{});
+    for (; n < blocks.end; ++n) step(true_type{});
 
     smem.v_ring.wait_full(v_at);
     issue_gemm<Accumulate::kAdd>(mma_pv, p, tOrV(_, _, _, v_at.slot), o);

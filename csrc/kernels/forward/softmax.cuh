@@ -50,10 +50,13 @@ struct OnlineSoftmax {
       row_max[r] = current;
       // A row that has seen no key yet: -inf minus -inf would be NaN; any finite maximum gives
       // exp2(-inf) = 0.
-      float const max_log2 = (current == -INFINITY ? 0.f : current) * scale_log2;
-      correction[r] = exp2f(previous * scale_log2 - max_log2);
-      even = row_sum[r] * correction[r];
-      odd = 0.f;
+      float const maximum = current == -INFINITY ? 0.f : current;
+      float const max_log2 = maximum * scale_log2;
+      // The difference first: it is exactly 0 while the maximum stands, and the correction
+      // exactly 1. Products rounded apart would differ by an ulp, which a long row multiplies up.
+      correction[r] = exp2f((previous - maximum) * scale_log2);
+      even = odd = 0.f;  // the block's own sum: a long row adds to its total once a block, not once
+                         // an element
       CUTLASS_PRAGMA_UNROLL
       for (int j = 0; j < size<1>(scores); j += 2) {
         scores(r, j) = exp2f(scores(r, j) * scale_log2 - max_log2);
@@ -61,7 +64,7 @@ struct OnlineSoftmax {
         even += scores(r, j);
         odd += scores(r, j + 1);
       }
-      row_sum[r] = even + odd;
+      row_sum[r] = row_sum[r] * correction[r] + (even + odd);
     }
   }
 
@@ -71,7 +74,7 @@ struct OnlineSoftmax {
     CUTLASS_PRAGMA_UNROLL
     for (int r = 0; r < kRows; ++r) {
       float const sum = quad_reduce(row_sum[r], [](float a, float b) { return a + b; });
-      bool const empty = row_max[r] == -INFINITY;
+      bool const empty = sum == 0.f;  // any key adds exp2(0) at the maximum; NaN is not empty
       inverse_sum[r] = empty ? 0.f : 1.f / sum;
       lse[r] = empty ? -INFINITY : (row_max[r] * scale_log2 + log2f(sum)) * kLn2;
     }
