@@ -12,7 +12,7 @@ from pathlib import Path
 
 CUDA_HEADER = Path("include") / "cuda_runtime.h"
 DEFAULT_CUDA_HOME = Path("/usr/local/cuda")
-MIN_CUDA = (12, 4)  # older ones lack C++20 support or serialise wgmma where newer ones do not
+MIN_CUDA = (12, 5)  # has cudaGetDriverEntryPointByVersion; older ones lack C++20 or serialise wgmma
 MIN_TORCH = (2, 10)  # the stable ABI that the extension is built for
 HOPPER = (9, 0)
 

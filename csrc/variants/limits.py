@@ -106,10 +106,18 @@ def problems(row: Fwd | Bwd) -> list[str]:
         expected = WARPGROUP_ROWS * row.mma_warpgroups
         require(row.n == expected, f"n {row.n} is not 64 * mma_warpgroups = {expected}")
         require(
-            row.m % 64 == 0 and 0 < row.m <= MAX_TMA_BOX,
-            f"m {row.m} is not a multiple of 64 up to {MAX_TMA_BOX}",
+            row.m in (WARPGROUP_ROWS, 2 * WARPGROUP_ROWS),
+            f"m {row.m} is not {WARPGROUP_ROWS} or {2 * WARPGROUP_ROWS}, between which dQ can be split",
+        )
+        require(
+            row.mma_warpgroups == 2,
+            f"mma_warpgroups {row.mma_warpgroups} is not 2, for which the registers are shared out",
         )
         stages = (row.q_stages, row.do_stages)
+        require(
+            all(count & (count - 1) == 0 for count in stages),
+            f"stages {stages} are not powers of two, which the kernel's one step counter needs",
+        )
     require(min(stages) >= 1, f"stages {stages} are not all at least 1")
     require(
         smem_bytes(row) <= SMEM_LIMIT,

@@ -64,7 +64,9 @@ def test_row_names_the_experiment_that_chose_it(row):
         (replace(FWD, key=replace(FWD.key, dtype="f64")), "dtype f64"),
         (replace(FWD, key=replace(FWD.key, mask="local")), "mask local"),
         (replace(BWD, n=64), "n 64 is not 64 * mma_warpgroups"),
-        (replace(BWD, m=96), "m 96 is not a multiple of 64"),
+        (replace(BWD, m=96), "m 96 is not 64 or 128"),
+        (replace(BWD, mma_warpgroups=3, n=192), "mma_warpgroups 3 is not 2"),
+        (replace(BWD, q_stages=3), "not powers of two"),
         (replace(BWD, m=128), "registers a thread"),
         (
             replace(BWD, m=128, key=replace(BWD.key, head_dim=64)),
