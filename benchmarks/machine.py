@@ -1,6 +1,7 @@
 """What a result file says about the machine it comes from; every probe may fail and say so."""
 
 import datetime
+import os
 import platform
 import subprocess
 from pathlib import Path
@@ -40,8 +41,11 @@ def gpu_state(device: torch.device) -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """The commit, with "-dirty" when tracked files differ from it."""
-    return command_output("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    """The commit, with "-dirty" when tracked files differ; FLASH3_COMMIT names it for a tree without git."""
+    described = command_output(
+        "git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"
+    )
+    return described or os.environ.get("FLASH3_COMMIT")
 
 
 def describe_machine(device: torch.device) -> dict:
