@@ -86,10 +86,12 @@ def measure_cells(result: dict, args, implementations, device: torch.device) -> 
         MODES[args.command], args.dtype, args.head_dims, args.seqlens, causals,
         args.tokens, args.hidden, args.group,
     )  # fmt: skip
-    size, seconds = (8192, 2.0) if device.type == "cuda" else (512, 0.1)
+    size = 8192 if device.type == "cuda" else 512
     result["settings"] = vars(settings)
     result["ceiling_size"] = size
-    result["ceilings"][args.dtype] = matmul_ceiling(DTYPES[args.dtype], device, size, seconds)
+    result["ceilings"][args.dtype] = matmul_ceiling(
+        DTYPES[args.dtype], device, size, args.warmup, args.sample_ms, args.rounds
+    )
     with tqdm(cells, unit="cell", dynamic_ncols=True) as progress:
         for cell in progress:
             progress.set_postfix_str(str(cell))

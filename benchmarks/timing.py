@@ -98,10 +98,20 @@ def interleave(
     return samples
 
 
-def matmul_ceiling(dtype: torch.dtype, device: torch.device, size: int, seconds: float) -> float:
-    """TFLOP/s of a warm size^3 torch.mm on N(0, 1) inputs: what this chip gives a plain GEMM."""
+def matmul_ceiling(
+    dtype: torch.dtype,
+    device: torch.device,
+    size: int,
+    warmup_s: float,
+    sample_ms: float,
+    rounds: int,
+) -> float:
+    """TFLOP/s of a size^3 torch.mm on N(0, 1) inputs: what this chip gives a plain GEMM.
+
+    Warmed up and sampled like a cell of the grid: a GEMM that runs for seconds meets the power limit and reads lower.
+    """
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     contender = Contender("mm", lambda: torch.mm(a, b))
-    calls = warm_up(contender, device, seconds, sample_ms=10.0)
-    milliseconds = interleave([contender], {"mm": calls}, 7, device)["mm"].milliseconds
+    calls = warm_up(contender, device, warmup_s, sample_ms)
+    milliseconds = interleave([contender], {"mm": calls}, rounds, device)["mm"].milliseconds
     return 2 * size**3 / statistics.median(milliseconds) * 1e-9
