@@ -1,4 +1,5 @@
-"""Command line: `python -m benchmarks fwd|bwd|both|overhead` measures, `report` renders a file."""
+"""Command line: `python -m benchmarks fwd|bwd|both|overhead` measures flash3 beside its peers, `builds` compares
+kernel builds, `report` renders a file."""
 
 import argparse
 import json
@@ -9,6 +10,7 @@ import torch
 
 from . import compare, report
 from .baselines import find_implementations
+from .builds import command as builds
 from .machine import describe_machine, gpu_state
 from .overhead import measure_overhead
 from .plot import plot
@@ -29,8 +31,12 @@ def measuring_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--dtype", choices=DTYPES, default="bf16")
     add("--head-dims", type=integers, default=list(HEAD_DIMS), help=as_list(HEAD_DIMS))
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--rounds", type=int, default=7, help="samples per implementation (default 7)")
+
+
+def peers_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--only", type=lambda text: text.split(","), help="implementations, e.g. flash3,cudnn")
     output_arguments(parser)
 
@@ -44,9 +50,7 @@ def grid_arguments(parser: argparse.ArgumentParser) -> None:
     add("--group", type=int, default=1, help="query heads per key/value head")
     add("--warmup", type=float, default=0.1, help="seconds per implementation and cell")
     add("--sample-ms", type=float, default=3.0, help="least length of one sample")
-    add("--rotate", type=int, default=1, help="sets of inputs to go through in turn")
     add("--seed", type=int, default=0)
-    add("--overhead", action="store_true", help="measure the call overhead too")
 
 
 def output_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,13 +69,25 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         command = commands.add_parser(name, help=f"time {what}")
         measuring_arguments(command)
         grid_arguments(command)
-    measuring_arguments(commands.add_parser("overhead", help="host time per call"))
+        peers_arguments(command)
+        rotate = "sets of inputs to go through in turn"
+        command.add_argument("--rotate", type=int, default=1, help=rotate)
+        command.add_argument(
+            "--overhead", action="store_true", help="measure the call overhead too"
+        )
+    command = commands.add_parser("overhead", help="host time per call")
+    measuring_arguments(command)
+    peers_arguments(command)
+    command = commands.add_parser("builds", help="check and time kernel builds beside each other")
+    builds.add_arguments(command)
+    measuring_arguments(command)
+    grid_arguments(command)
     command = commands.add_parser("report", help="tables and plots of a result file, without a GPU")
     command.add_argument("result", type=Path)
     command.add_argument("--readme", type=Path, help="file whose <!-- bench:NAME --> to fill")
     output_arguments(command)
     args = parser.parse_args(argv)
-    if args.plot and not args.out:
+    if getattr(args, "plot", False) and not args.out:
         parser.error("--plot needs --out, the folder to write to")
     return args
 
@@ -165,6 +181,11 @@ def write(args, result: dict, found) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
+    if args.command == "builds":
+        if not torch.cuda.is_available():
+            print("error: builds needs a GPU that torch can use", file=sys.stderr)
+            return 2
+        return builds.main(args, torch.device("cuda"))
     try:
         stored = args.command == "report"
         result = json.loads(args.result.read_text()) if stored else measure(args)

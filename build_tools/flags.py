@@ -46,14 +46,13 @@ HOST = [
     "-DUSE_CUDA",
 ]
 
+CUDART = ["-lcudart_static", "-ldl", "-lrt", "-lpthread"]
+
 LINK = [
     "-Wl,--no-as-needed",
     "-ltorch",
     "-Wl,--as-needed",
-    "-lcudart_static",
-    "-ldl",
-    "-lrt",
-    "-lpthread",
+    *CUDART,
     # torch loads its own cudart with global symbols; ours must not be bound to it.
     "-Wl,--exclude-libs,ALL",
     # A CPU build of torch lacks the stream functions; they are looked up when called, not when loaded.

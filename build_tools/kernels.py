@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import os
+import runpy
 import shlex
 import subprocess
 import sys
@@ -133,6 +134,20 @@ def first_errors(log: Path, count: int = 12) -> str:
     return "\n".join((errors or lines)[:count])
 
 
+def choose_rows(variants: str | None, table: Path | None) -> list:
+    """The rows to compile: of the shipped table, or of an experiment's own, from which all are taken by default.
+
+    ``table`` is a Python file that defines ROWS, a list of Fwd and Bwd of csrc/variants/table.py; rows of one key
+    differ in their tags. Raises ValueError when it does not, or when ``variants`` fits no row.
+    """
+    if table is None:
+        return generate.select(variants or os.environ.get("FLASH3_VARIANTS") or "core")
+    rows = runpy.run_path(str(table)).get("ROWS")
+    if not rows:
+        raise ValueError(f"{table} defines no ROWS")
+    return generate.select(variants or "all", rows)
+
+
 def report(objects: Sequence[Path]) -> str:
     """Registers, stack, spills and compiler messages of every kernel in ``objects``."""
     return ptxas.table([(path.stem, ptxas.read(path.with_suffix(".log"))) for path in objects])
@@ -149,9 +164,8 @@ def clock(start: float) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--variants", default=os.environ.get("FLASH3_VARIANTS", "core"), help="as FLASH3_VARIANTS"
-    )
+    parser.add_argument("--variants", help="as FLASH3_VARIANTS, which is the default, then core")
+    parser.add_argument("--table", type=Path, help="a file with ROWS of its own, for an experiment")
     parser.add_argument(
         "--out", type=Path, default=ROOT / "build" / "kernels", help="folder for objects and logs"
     )
@@ -164,7 +178,7 @@ def main() -> int:
     parser.add_argument("--generate-only", action="store_true", help="write the sources and stop")
     args = parser.parse_args()
     try:
-        rows = generate.select(args.variants)
+        rows = choose_rows(args.variants, args.table)
         if args.generate_only:
             generate.generate(rows, args.out / "generated")
             return 0
@@ -172,7 +186,7 @@ def main() -> int:
         if toolkit is None:
             raise BuildError("no CUDA toolkit with nvcc was found; set CUDA_HOME to its folder")
         objects = build(rows, args.out, toolkit, args.jobs or max_jobs(), say)
-    except (BuildError, ValueError, fetch_cutlass.CutlassError) as error:
+    except (BuildError, OSError, ValueError, fetch_cutlass.CutlassError) as error:
         print(f"flash3: {error}", file=sys.stderr)
         return 1
     print(report(objects))

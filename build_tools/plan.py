@@ -74,13 +74,13 @@ def prebuilt_objects(folder: Path) -> list[Path]:
     """The objects of a folder that build_tools/kernels.py made, in the order of its table."""
     tables = folder / "generated" / "tables.cpp"
     if not tables.is_file():
-        raise ValueError(f"FLASH3_PREBUILT_KERNELS={folder}: generated/tables.cpp is not there")
+        raise ValueError(f"kernel folder {folder}: generated/tables.cpp is not there")
     names = re.findall(r"^void launch_(\w+)\(", tables.read_text(), re.MULTILINE)
     objects = [folder / f"{name}.o" for name in names]
     absent = [path.name for path in objects if not path.is_file()]
     if absent or not objects:
         raise ValueError(
-            f"FLASH3_PREBUILT_KERNELS={folder}: objects are absent: {', '.join(absent) or 'all'}"
+            f"kernel folder {folder}: objects are absent: {', '.join(absent) or 'all'}"
         )
     return objects
 

@@ -6,6 +6,7 @@ has the last word on registers: ``tests/sass`` reads its report.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 
@@ -87,6 +88,9 @@ def problems(row: Fwd | Bwd) -> list[str]:
     require(row.key.dtype in DTYPES, f"dtype {row.key.dtype} is not one of {DTYPES}")
     require(row.key.mask in MASKS, f"mask {row.key.mask} is not one of {MASKS}")
     require(
+        re.fullmatch("[a-z0-9_]*", row.tag) is not None, f"tag {row.tag!r} is no part of a name"
+    )
+    require(
         row.key.head_dim % 64 == 0,
         f"head_dim {row.key.head_dim} is not a multiple of 64 (a 128-byte swizzle row)",
     )
@@ -131,13 +135,22 @@ def problems(row: Fwd | Bwd) -> list[str]:
     return found
 
 
-def check(rows: Iterable[Fwd | Bwd]) -> None:
-    """Raise LimitError unless every row can be built, all names differ and the table is within its budget."""
+def check(rows: Iterable[Fwd | Bwd], one_row_per_key: bool = True) -> None:
+    """Raise LimitError unless every row can be built, the table is within its budget and no key has two rows.
+
+    Dispatch knows a row by its key alone. With ``one_row_per_key=False`` only the names must differ: rows of an
+    experiment, which are launched by name.
+    """
     rows = list(rows)
     faults = [f"{row.name}: {'; '.join(found)}" for row in rows if (found := problems(row))]
+    keys = [
+        f"{type(row).__name__.lower()}_{row.key.suffix}" if one_row_per_key else row.name
+        for row in rows
+    ]
+    shared = "key" if one_row_per_key else "name"
     faults += [
-        f"{name}: {count} rows have this key"
-        for name, count in Counter(r.name for r in rows).items()
+        f"{key}: {count} rows have this {shared}"
+        for key, count in Counter(keys).items()
         if count > 1
     ]
     if len(rows) > KERNEL_BUDGET:

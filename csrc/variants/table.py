@@ -38,10 +38,11 @@ class Fwd:
     mma_warpgroups: int
     dynamic_schedule: bool
     why: str
+    tag: str = ""  # ends the name: tells an experiment's tiles of one key apart; none is shipped
 
     @property
     def name(self) -> str:
-        return f"fwd_{self.key.suffix}"
+        return _name("fwd", self.key, self.tag)
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,15 @@ class Bwd:
     ds_in_registers: bool
     mma_warpgroups: int
     why: str
+    tag: str = ""  # as in Fwd
 
     @property
     def name(self) -> str:
-        return f"bwd_{self.key.suffix}"
+        return _name("bwd", self.key, self.tag)
+
+
+def _name(kind: str, key: Key, tag: str) -> str:
+    return "_".join([kind, key.suffix, *([tag] if tag else [])])
 
 
 def _fwd(head_dim: int, mask: str, **tile) -> list[Fwd]:
