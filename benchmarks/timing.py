@@ -108,7 +108,7 @@ def matmul_ceiling(
 ) -> float:
     """TFLOP/s of a size^3 torch.mm on N(0, 1) inputs: what this chip gives a plain GEMM.
 
-    Warmed up and sampled like a cell of the grid: a GEMM that runs for seconds meets the power limit and reads lower.
+    Warmed up and sampled like a cell of the grid: a GEMM that runs for seconds can meet the power limit and read lower.
     """
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     contender = Contender("mm", lambda: torch.mm(a, b))
