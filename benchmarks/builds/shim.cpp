@@ -109,7 +109,7 @@ FwdPlan make_fwd_plan(Flash3Call const& call) {
 BwdPlan make_bwd_plan(Flash3Call const& call) {
   bwd_row = &at(bwd_table(), call.row);
   return plan_bwd(make_problem(call, bwd_row->key),
-                  call.deterministic ? Order::kDeterministic : Order::kFree);
+                  call.deterministic ? Order::kDeterministic : Order::kFree, call.num_sms);
 }
 
 void launch_forward(Flash3Call const& call) {
@@ -142,6 +142,8 @@ void launch_backward(Flash3Call const& call) {
        .dk = views.key(call.dk),
        .dv = views.key(call.dv),
        .lse = static_cast<float const*>(call.lse),
+       .grid = plan.grid,
+       .cluster_size = plan.cluster_size,
        .seqlen_q_rounded = plan.seqlen_q_rounded,
        .dq_accum = reinterpret_cast<float*>(workspace + plan.dq_accum_offset),
        .lse_log2 = reinterpret_cast<float*>(workspace + plan.lse_log2_offset),

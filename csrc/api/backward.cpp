@@ -66,7 +66,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor const& dout_tensor, Tensor co
   Problem const problem =
       make_problem(shape, q.dtype, softmax_scale, causal ? MaskKind::kCausal : MaskKind::kFull);
   Order const order = deterministic ? Order::kDeterministic : Order::kFree;
-  BwdPlan const plan = plan_bwd(problem, order);
+  BwdPlan const plan = plan_bwd(problem, order, device.num_sms);
   TmaOperand const q_operand = tma_operand(q), k_operand = tma_operand(k),
                    v_operand = tma_operand(v), out_operand = tma_operand(out),
                    dout_operand = tma_operand(dout);
@@ -88,6 +88,8 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor const& dout_tensor, Tensor co
       .dv = output_view(dv, k),
       .lse = static_cast<float const*>(lse.const_data_ptr()),
       .dlse = dlse ? static_cast<float const*>(dlse->const_data_ptr()) : nullptr,
+      .grid = plan.grid,
+      .cluster_size = plan.cluster_size,
   };
   place_workspace(params, plan, workspace, order);
   plan.row->launch(params, current_stream(device.index));

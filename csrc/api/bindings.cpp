@@ -51,6 +51,7 @@ MaskKind mask_from(std::string const& given) {
 py::dict to_dict(FwdTile const& tile) {
   return py::dict("m"_a = tile.m, "n"_a = tile.n, "kv_stages"_a = tile.kv_stages,
                   "q_stages"_a = tile.q_stages, "mma_warpgroups"_a = tile.mma_warpgroups,
+                  "q_in_registers"_a = tile.q_in_registers,
                   "dynamic_schedule"_a = tile.dynamic_schedule);
 }
 
@@ -110,7 +111,8 @@ py::dict describe_plan(Problem const& problem, BwdPlan const& plan, Order order)
   py::dict const offsets("dq_accum"_a = plan.dq_accum_offset, "lse_log2"_a = plan.lse_log2_offset,
                          "dpsum"_a = plan.dpsum_offset, "dq_turn"_a = plan.dq_turn_offset);
   return py::dict("row"_a = plan.row->name, "tile"_a = to_dict(plan.row->tile),
-                  "grid"_a = plan.grid, "workspace_bytes"_a = plan.workspace_bytes,
+                  "grid"_a = plan.grid, "cluster_size"_a = plan.cluster_size,
+                  "workspace_bytes"_a = plan.workspace_bytes,
                   "why"_a = explain(problem, plan, order),
                   "seqlen_q_rounded"_a = plan.seqlen_q_rounded, "workspace_offsets"_a = offsets);
 }
@@ -130,7 +132,7 @@ py::dict plan(std::string const& pass, std::string const& dtype, std::string con
   if (pass == "fwd") return describe_plan(problem, plan_fwd(problem, num_sms), num_sms);
   if (pass == "bwd") {
     Order const order = deterministic ? Order::kDeterministic : Order::kFree;
-    return describe_plan(problem, plan_bwd(problem, order), order);
+    return describe_plan(problem, plan_bwd(problem, order, num_sms), order);
   }
   throw py::value_error("pass must be fwd or bwd, got '" + pass + "'");
 }

@@ -51,6 +51,8 @@ struct BwdParams {
   TensorView dq, dk, dv;        // outputs
   float const* lse = nullptr;   // (b, hq, sq), natural log, contiguous
   float const* dlse = nullptr;  // (b, hq, sq), contiguous, or null: gradient that reached lse
+  int grid = 0;                 // CTAs
+  int cluster_size = 1;         // CTAs that share a block of keys and divide its query heads
   // Workspace, see BwdPlan in plan.h. seqlen_q_rounded is a multiple of the row's tile.m.
   int seqlen_q_rounded = 0;
   float* dq_accum =

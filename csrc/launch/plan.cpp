@@ -3,6 +3,7 @@
 #include "plan.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <numeric>
@@ -49,6 +50,40 @@ struct WorkspaceLayout {
   }
 };
 
+// SMs that clusters of this size can fill. A cluster lies within a GPC, whose number of SMs larger
+// clusters do not divide: an H200 holds 66 clusters of 2 but 30 of 4 and 15 of 8 (E013).
+int usable_sms(int cluster_size, int num_sms) {
+  return std::max(1, cluster_size <= 2 ? num_sms : num_sms * 10 / 11);
+}
+
+// How long the CTAs of a backward take together, as a multiple of the time in which one CTA visits
+// all queries of a group. CTAs of a full mask are equally long and come in waves. Under a causal
+// mask the longest goes first and the short ones fill the gaps, so either it or their sum decides.
+double relative_time(Problem const& problem, int64_t key_blocks, int cluster_size, int num_sms) {
+  double const ctas = double(key_blocks) * cluster_size / usable_sms(cluster_size, num_sms);
+  if (problem.mask == MaskKind::kFull) return std::ceil(ctas) / cluster_size;
+  double const mean_length =
+      1.0 - 0.5 * std::min(problem.seqlen_q, problem.seqlen_k) / problem.seqlen_k;
+  return std::max(1.0, mean_length * ctas) / cluster_size;
+}
+
+// How many CTAs share a block of keys and divide the query heads of its group equally: more where
+// one for each block would leave SMs idle, and none more for less than 5 %, which the sums of dK
+// and dV cost.
+int choose_cluster_size(Problem const& problem, int64_t key_blocks, int num_sms) {
+  constexpr double kWorthIt = 0.95;
+  int const group = problem.num_heads_q / problem.num_heads_kv;
+  int best = 1;
+  for (int size : {2, 4, 8}) {
+    if (group % size != 0) break;
+    if (relative_time(problem, key_blocks, size, num_sms) <
+        kWorthIt * relative_time(problem, key_blocks, best, num_sms)) {
+      best = size;
+    }
+  }
+  return best;
+}
+
 // "tile 128x176 (E001) for head_dim 128"
 template <class Entry>
 std::string tile_choice(Problem const& problem, Entry const& row) {
@@ -72,7 +107,7 @@ FwdPlan plan_fwd(Problem const& problem, int num_sms) {
           .workspace_bytes = row.tile.dynamic_schedule ? sizeof(int) : 0};
 }
 
-BwdPlan plan_bwd(Problem const& problem, Order order) {
+BwdPlan plan_bwd(Problem const& problem, Order order, int num_sms) {
   BwdEntry const& row = find_bwd(problem);
   int64_t const n_blocks = ceil_div<int64_t>(problem.seqlen_k, row.tile.n);
   // Whole tiles, and rows of lse_log2 and dpsum that start on an aligned address.
@@ -84,7 +119,9 @@ BwdPlan plan_bwd(Problem const& problem, Order order) {
   WorkspaceLayout layout;
   BwdPlan plan{};
   plan.row = &row;
-  plan.grid = to_int(n_blocks * problem.num_heads_kv * problem.batch, "the backward grid");
+  int64_t const key_blocks = n_blocks * problem.num_heads_kv * problem.batch;
+  plan.cluster_size = choose_cluster_size(problem, key_blocks, num_sms);
+  plan.grid = to_int(key_blocks * plan.cluster_size, "the backward grid");
   plan.seqlen_q_rounded = to_int(seqlen_q_rounded, "seqlen_q rounded up to whole tiles");
   plan.dq_accum_offset = layout.add<float>(rows * row.key.head_dim);
   plan.lse_log2_offset = layout.add<float>(rows);
@@ -112,9 +149,14 @@ std::string explain(Problem const& problem, FwdPlan const& plan, int num_sms) {
 
 std::string explain(Problem const& problem, BwdPlan const& plan, Order order) {
   BwdTile const& tile = plan.row->tile;
-  return tile_choice(problem, *plan.row) + "; one CTA per " + std::to_string(tile.n) +
-         " keys of a KV head, which visits the queries of its " +
-         std::to_string(problem.num_heads_q / problem.num_heads_kv) +
+  int const group = problem.num_heads_q / problem.num_heads_kv;
+  std::string const ctas =
+      plan.cluster_size == 1
+          ? "one CTA per " + std::to_string(tile.n) + " keys of a KV head, which visits"
+          : "a cluster of " + std::to_string(plan.cluster_size) + " CTAs per " +
+                std::to_string(tile.n) + " keys of a KV head, which divide among them";
+  return tile_choice(problem, *plan.row) + "; " + ctas + " the queries of its " +
+         std::to_string(group) +
          " query heads; workspace: fp32 dQ sums and two floats per query row, seqlen_q rounded up "
          "to " +
          std::to_string(plan.seqlen_q_rounded) +

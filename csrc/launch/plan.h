@@ -28,6 +28,7 @@ struct FwdTile {
   int m, n;
   int kv_stages, q_stages;
   int mma_warpgroups;
+  bool q_in_registers;    // where the S GEMM takes Q from: registers, or shared memory
   bool dynamic_schedule;  // tiles are handed out by an atomic counter instead of a fixed stride
 };
 
@@ -77,6 +78,7 @@ struct FwdPlan {
 struct BwdPlan {
   BwdEntry const* row;
   int grid;
+  int cluster_size;  // CTAs that share a block of keys and divide the query heads of its group
   int seqlen_q_rounded;
   // One allocation, each part 256-byte aligned.
   std::size_t dq_accum_offset, lse_log2_offset, dpsum_offset, dq_turn_offset;
@@ -86,7 +88,7 @@ struct BwdPlan {
 enum class Order { kFree, kDeterministic };  // of the fp32 sums into dQ
 
 FwdPlan plan_fwd(Problem const&, int num_sms);
-BwdPlan plan_bwd(Problem const&, Order);
+BwdPlan plan_bwd(Problem const&, Order, int num_sms);
 
 // The plan in a sentence, for `python -m flash3.doctor --plan`; apart from the plan because a call
 // has no use for it.

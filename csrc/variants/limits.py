@@ -57,13 +57,16 @@ def registers(row: Fwd | Bwd) -> int:
         scores = rows_per_thread * row.n  # fp32
         probabilities = scores / 2  # two to a register; live beside the next step's scores
         output = rows_per_thread * head_dim
-        return int(scores + probabilities + output) + OTHER_REGISTERS
+        queries = output / 2 if row.q_in_registers else 0  # two to a register
+        return int(scores + probabilities + output + queries) + OTHER_REGISTERS
     threads = row.mma_warpgroups * WARPGROUP_THREADS
     d_key_value = 2 * row.n * head_dim / threads
     scores = row.n * row.m / threads
     d_query = row.m * head_dim / threads
-    # P in fp32 meets dP in dS = P * (dP - dPsum) while the dV GEMM reads P packed; later dQ stands beside packed dS.
-    fullest = max(2.5 * scores, d_query + scores / 2)
+    packed = scores / 2  # two to a register
+    d_scores = packed if row.ds_in_registers else 0  # until dK is done
+    # S and dP of a step stand side by side; before that, the next S beside packed P and dQ.
+    fullest = d_scores + max(2 * scores, scores + packed + d_query)
     return int(d_key_value + fullest) + OTHER_REGISTERS
 
 

@@ -28,7 +28,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Fwd:
-    """A forward row: ``m`` query rows per CTA tile, ``n`` keys per step."""
+    """A forward row: ``m`` query rows per CTA tile, ``n`` keys per step; S takes Q from registers or not."""
 
     key: Key
     m: int
@@ -36,6 +36,7 @@ class Fwd:
     kv_stages: int
     q_stages: int
     mma_warpgroups: int
+    q_in_registers: bool
     dynamic_schedule: bool
     why: str
     tag: str = ""  # ends the name: tells an experiment's tiles of one key apart; none is shipped
@@ -78,17 +79,17 @@ def _bwd(head_dim: int, mask: str, **tile) -> list[Bwd]:
 
 # fmt: off
 FORWARD: list[Fwd] = [
-    *_fwd( 64, "full",   m=192, n=128, kv_stages=2, q_stages=2, mma_warpgroups=3, dynamic_schedule=False, why="E001"),
-    *_fwd( 64, "causal", m=192, n=128, kv_stages=2, q_stages=2, mma_warpgroups=3, dynamic_schedule=True,  why="E001"),
-    *_fwd(128, "full",   m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, dynamic_schedule=False, why="E001"),
-    *_fwd(128, "causal", m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, dynamic_schedule=True,  why="E001"),
+    *_fwd( 64, "full",   m=192, n=128, kv_stages=2, q_stages=2, mma_warpgroups=3, q_in_registers=False, dynamic_schedule=False, why="E001"),
+    *_fwd( 64, "causal", m=192, n=128, kv_stages=2, q_stages=2, mma_warpgroups=3, q_in_registers=False, dynamic_schedule=True,  why="E001"),
+    *_fwd(128, "full",   m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, q_in_registers=True,  dynamic_schedule=False, why="E001"),
+    *_fwd(128, "causal", m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, q_in_registers=True,  dynamic_schedule=True,  why="E001"),
 ]
 
 BACKWARD: list[Bwd] = [
-    *_bwd( 64, "full",   m=64, n=128, q_stages=4, do_stages=2, ds_in_registers=True,  mma_warpgroups=2, why="E005"),
-    *_bwd( 64, "causal", m=64, n=128, q_stages=4, do_stages=2, ds_in_registers=True,  mma_warpgroups=2, why="E005"),
-    *_bwd(128, "full",   m=64, n=128, q_stages=4, do_stages=2, ds_in_registers=False, mma_warpgroups=2, why="E004"),
-    *_bwd(128, "causal", m=64, n=128, q_stages=4, do_stages=2, ds_in_registers=False, mma_warpgroups=2, why="E004"),
+    *_bwd( 64, "full",   m=128, n=128, q_stages=2, do_stages=2, ds_in_registers=False, mma_warpgroups=2, why="E005"),
+    *_bwd( 64, "causal", m=128, n=128, q_stages=2, do_stages=2, ds_in_registers=False, mma_warpgroups=2, why="E005"),
+    *_bwd(128, "full",   m=64,  n=128, q_stages=4, do_stages=2, ds_in_registers=False, mma_warpgroups=2, why="E004"),
+    *_bwd(128, "causal", m=64,  n=128, q_stages=4, do_stages=2, ds_in_registers=False, mma_warpgroups=2, why="E004"),
 ]
 # fmt: on
 

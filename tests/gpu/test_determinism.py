@@ -9,7 +9,13 @@ import flash3
 
 SMALL = both_masks([Case(200, 333, d, num_heads_q=4) for d in (40, 64, 128)])
 # Many key blocks add into the same dQ, on every multiprocessor at once, with grouped heads.
-CONTENDED = both_masks([Case(2048, 2048, d, num_heads_q=8, num_heads_kv=4) for d in (64, 128)])
+CONTENDED = both_masks(
+    [
+        Case(2048, 2048, d, num_heads_q=8, num_heads_kv=num_heads_kv)
+        for d in (64, 128)
+        for num_heads_kv in (4, 1)  # 1: clusters of CTAs sum dK and dV
+    ]
+)
 
 
 def assert_repeats(make, repeats: int) -> None:

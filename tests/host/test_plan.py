@@ -50,10 +50,35 @@ def test_forward_workspace_is_the_tile_counter_of_a_dynamic_schedule(name):
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("name", BACKWARD)
-def test_backward_grid_is_one_cta_per_key_block_of_a_kv_head(name, shape):
-    batch, _, seqlen_k, _, num_heads_kv = shape
+def test_backward_grid_is_one_cluster_per_key_block_of_a_kv_head(name, shape):
+    batch, _, seqlen_k, num_heads_q, num_heads_kv = shape
     n_blocks = math.ceil(seqlen_k / ROWS[name]["tile"]["n"])
-    assert plan(name, shape)["grid"] == n_blocks * num_heads_kv * batch
+    found = plan(name, shape)
+    assert found["grid"] == n_blocks * num_heads_kv * batch * found["cluster_size"]
+    assert num_heads_q // num_heads_kv % found["cluster_size"] == 0
+    assert found["cluster_size"] in (1, 2, 4, 8)
+
+
+# batch, seqlen, num_heads_q, num_heads_kv -> cluster size with a full and with a causal mask, on 132 SMs
+CLUSTERS = {
+    "every query head has its own keys": ((1, 512, 8, 8), (1, 1)),
+    "a group of 4, one wave of CTAs": ((1, 8192, 8, 2), (1, 2)),
+    "a group of 4, many CTAs": ((8, 8192, 32, 8), (1, 1)),
+    "a group of 8, half a wave": ((2, 4096, 8, 1), (2, 4)),
+    "a group of 8, a few CTAs": ((1, 1024, 8, 1), (8, 8)),
+    "a group of 5": ((1, 1024, 40, 8), (1, 1)),
+    "a group of 6": ((1, 1024, 6, 1), (2, 2)),
+}
+
+
+@pytest.mark.parametrize(("shape", "sizes"), CLUSTERS.values(), ids=CLUSTERS)
+@pytest.mark.parametrize("name", BACKWARD)
+def test_query_heads_of_a_group_are_divided_where_sms_would_idle(name, shape, sizes):
+    batch, seqlen, num_heads_q, num_heads_kv = shape
+    found = plan(name, (batch, seqlen, seqlen, num_heads_q, num_heads_kv))
+    size = sizes[ROWS[name]["mask"] == "causal"]
+    assert found["cluster_size"] == size
+    assert ("cluster" in found["why"]) == (size > 1)
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["free", "deterministic"])

@@ -69,9 +69,10 @@ def test_row_names_the_experiment_that_chose_it(row):
         (replace(BWD, q_stages=3), "not powers of two"),
         (replace(BWD, m=128), "registers a thread"),
         (
-            replace(BWD, m=128, key=replace(BWD.key, head_dim=64)),
+            replace(BWD, m=128, ds_in_registers=True, key=replace(BWD.key, head_dim=64)),
             "registers a thread",
-        ),  # it spilled
+        ),  # ptxas serialises it
+        (replace(FWD, q_in_registers=True), "registers a thread"),
         (replace(BWD, q_stages=8), "bytes of shared memory"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

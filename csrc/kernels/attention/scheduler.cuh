@@ -1,49 +1,57 @@
-// Which tile a CTA works on next. Tiles are (m_block, head, batch); a head of a batch entry is
-// numbered batch * heads + head.
+// Which tile a CTA works on next. Tiles are (block, head, batch), the block one of queries in the
+// forward and of keys in the backward; a head of a batch entry is numbered batch * heads + head.
 #pragma once
 
 #include <cutlass/cutlass.h>
 
+#include <algorithm>
+
 namespace flash3 {
 
 struct WorkTile {
-  int m_block, head, batch;
+  int block, head, batch;
 };
 
 // Tiles in memory order: CTAs that run side by side share the keys and values of a head.
 struct InOrder {
-  int num_m_blocks, num_heads;
+  int num_blocks, num_heads;
 
   CUTLASS_DEVICE WorkTile operator()(int index) const {
-    int const head_and_batch = index / num_m_blocks;
-    return {index % num_m_blocks, head_and_batch % num_heads, head_and_batch / num_heads};
+    int const head_and_batch = index / num_blocks;
+    return {index % num_blocks, head_and_batch % num_heads, head_and_batch / num_heads};
   }
 };
 
-// Longest first, for causal masks: within a section of heads whose keys and values stay in L2
-// together, all heads' last (heaviest) query block come first, then the blocks before. The light
-// tiles at the end even out the finish.
-struct LongestFirst {
-  int num_m_blocks, num_heads, num_heads_total, section_heads;
+// Block by block over a section of heads, whose operands stay in L2 together: all heads' first
+// block, then all heads' second.
+struct BlockByBlock {
+  int num_blocks, num_heads, num_heads_total, section_heads;
 
   CUTLASS_DEVICE WorkTile operator()(int index) const {
-    int const section = index / (section_heads * num_m_blocks);
-    int const in_section = index - section * section_heads * num_m_blocks;
+    int const section = index / (section_heads * num_blocks);
+    int const in_section = index - section * section_heads * num_blocks;
     int const first_head = section * section_heads;
     int const heads = min(section_heads, num_heads_total - first_head);
     int const head_and_batch = first_head + in_section % heads;
-    return {num_m_blocks - 1 - in_section / heads, head_and_batch % num_heads,
-            head_and_batch / num_heads};
+    return {in_section / heads, head_and_batch % num_heads, head_and_batch / num_heads};
   }
 };
 
-// Query heads whose keys and values (kv_bytes for each KV head) stay in L2 together, with room for
-// the rest.
-inline int heads_per_l2_section(long long kv_bytes, int qheads_per_kvhead) {
-  constexpr long long kSectionBytes = 32LL << 20;  // of the 50 to 60 MB of a Hopper L2
-  long long const kv_heads = kSectionBytes / (kv_bytes > 0 ? kv_bytes : 1);
-  long long const section = (kv_heads > 1 ? kv_heads : 1) * qheads_per_kvhead;
-  return section < (1 << 16) ? int(section) : (1 << 16);
+// Block by block from the last, which under a causal mask has the most keys to visit: longest
+// first, so that light tiles at the end even out the finish.
+struct LongestFirst : BlockByBlock {
+  CUTLASS_DEVICE WorkTile operator()(int index) const {
+    WorkTile tile = BlockByBlock::operator()(index);
+    tile.block = num_blocks - 1 - tile.block;
+    return tile;
+  }
+};
+
+// Heads of a section if each brings `head_bytes` to L2 and there are `heads_total`.
+inline int heads_per_l2_section(long long head_bytes, int heads_total) {
+  constexpr long long kSectionBytes = 32LL << 20;  // of the 50 MB of a Hopper L2
+  long long const heads = kSectionBytes / (head_bytes > 0 ? head_bytes : 1);
+  return static_cast<int>(std::clamp<long long>(heads, 1, heads_total));
 }
 
 // The sequence of tile indices of one CTA of a persistent grid.

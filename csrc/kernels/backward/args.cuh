@@ -1,16 +1,20 @@
 // What the backward's main kernel receives, and which keys and heads a CTA owns.
 #pragma once
 
+#include "attention/scheduler.cuh"
 #include "backward/traits.cuh"
 #include "common/tma.cuh"
 
 namespace flash3 {
 
-// A CTA owns one block of keys of one KV head and walks over the query heads of that head's group,
-// so dK and dV need no sum across CTAs. Within a head, CTAs with fewer keys before them come first:
-// deterministic dQ sums wait for those only.
+// A CTA owns one block of keys of one KV head and walks over query heads of that head's group. If
+// there would be too few CTAs, those of a cluster own a block together: each takes an equal share
+// of the query heads, and they sum dK and dV (cluster_sum.cuh). Within a head, CTAs with fewer keys
+// before them come first: under a causal mask they have the most queries, and deterministic dQ sums
+// wait for those only.
 struct KeyTile {
   int n_block, kv_head, batch;
+  int first_q_head, num_q_heads;
 };
 
 template <class Row>
@@ -26,21 +30,19 @@ struct BwdArgs {
   float* dq_accum;        // (batch, heads_q, m_blocks) blocks of m * head_dim in fragment order
   int* dq_turn;           // (batch, heads_q, m_blocks) or null
   int seqlen_q, seqlen_k, seqlen_q_rounded;
-  int num_heads_q, num_heads_kv, qheads_per_kvhead;
-  int num_n_blocks, section_heads;
+  int num_heads_q, qheads_per_kvhead;
+  int cluster_size;
+  BlockByBlock order;
   float softmax_scale;
 
   CUTLASS_DEVICE typename T::MaskType mask() const { return {seqlen_q, seqlen_k}; }
 
-  // Longest first within sections of KV heads whose queries and gradients share L2.
+  CUTLASS_DEVICE int cluster_rank() const { return blockIdx.x % cluster_size; }
   CUTLASS_DEVICE KeyTile tile() const {
-    int const heads_total = gridDim.x / num_n_blocks;
-    int const section = blockIdx.x / (section_heads * num_n_blocks);
-    int const in_section = blockIdx.x - section * section_heads * num_n_blocks;
-    int const first_head = section * section_heads;
-    int const heads = min(section_heads, heads_total - first_head);
-    int const head_and_batch = first_head + in_section % heads;
-    return {in_section / heads, head_and_batch % num_heads_kv, head_and_batch / num_heads_kv};
+    WorkTile const at = order(blockIdx.x / cluster_size);
+    int const share = qheads_per_kvhead / cluster_size;
+    return {at.block, at.head, at.batch, at.head * qheads_per_kvhead + cluster_rank() * share,
+            share};
   }
   CUTLASS_DEVICE int64_t head_row(int batch, int head) const {
     return (int64_t(batch) * num_heads_q + head) * seqlen_q_rounded;

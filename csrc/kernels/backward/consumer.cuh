@@ -9,6 +9,7 @@
 #pragma once
 
 #include "backward/args.cuh"
+#include "backward/cluster_sum.cuh"
 #include "backward/dq_accumulate.cuh"
 #include "backward/smem.cuh"
 #include "common/math.cuh"
@@ -93,7 +94,7 @@ struct BwdConsumer {
     Tensor tQrDs = thread_dq.partition_fragment_A(make_tensor(ds, transposed(layout_ds)));
     Tensor tQrK = thread_dq.partition_fragment_B(make_tensor(k, transposed(layout_k)));
 
-    QueryBlock at{tile.kv_head * args.qheads_per_kvhead, blocks.begin};
+    QueryBlock at{tile.first_q_head, blocks.begin};
     Tensor s = partition_fragment_C(mma_scores, Shape<Int<T::kN>, Int<T::kM>>{});
     Tensor dp = partition_fragment_C(mma_scores, Shape<Int<T::kN>, Int<T::kM>>{});
     smem.q_ring.wait_full(QRing::after(0));
@@ -109,13 +110,15 @@ struct BwdConsumer {
       auto const q_at = QRing::after(j);
       auto const do_at = DoRing::after(j);
       int const ds_slot = j % T::kDsSlots;
-      Tensor p = make_operand_a_like<Element>(s);
-      convert(s, p);
-      issue_gemm<Accumulate::kAdd>(mma_dv, p, tVrDo(_, _, _, do_at.slot), dv);
       to_score_gradients(dp, s, smem.dpsum[do_at.slot]);
       Tensor rounded_ds = make_operand_a_like<Element>(dp);
       convert(dp, rounded_ds);
       stage_warp_rows<T::kN, T::kM>(rounded_ds, smem.ds[ds_slot], warp_row_in_tile(warpgroup));
+      // Only now, when dP's registers are free: rounding P takes half as many as it frees, and dV
+      // keeps them until it is done.
+      Tensor p = make_operand_a_like<Element>(s);
+      convert(s, p);
+      issue_gemm<Accumulate::kAdd>(mma_dv, p, tVrDo(_, _, _, do_at.slot), dv);
       // Orders this step's writes of dS before its reads, and the last step's reads before the next
       // step's writes to the same slot.
       named_barrier_sync(BwdBarrier::kDsReady, T::kConsumerThreads);
@@ -149,7 +152,7 @@ struct BwdConsumer {
       warpgroup_wait<0>();  // dK, and dP of the next step
       smem.q_ring.release(q_at);
     };
-    int const last = (blocks.end - blocks.begin) * args.qheads_per_kvhead - 1;
+    int const last = (blocks.end - blocks.begin) * tile.num_q_heads - 1;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int j = 0; j < last; ++j) step(j, false_type{});
     step(last, true_type{});
@@ -239,8 +242,12 @@ struct BwdConsumer {
     for (int i = 0; i < size(dk); ++i) dk(i) *= args.softmax_scale;
     // K is the B operand of every warpgroup's dQ, so all must be done before dK overwrites it.
     named_barrier_sync(BwdBarrier::kConsumersDone, T::kConsumerThreads);
-    write_gradient(args.dv, dv, smem.v, tile);
-    write_gradient(args.dk, dk, smem.k, tile);
+    if (args.cluster_size > 1) {
+      BwdClusterSum<Row>{args, smem, warpgroup}.run(tile, dk, dv);
+    } else {
+      write_gradient(args.dv, dv, smem.v, tile);
+      write_gradient(args.dk, dk, smem.k, tile);
+    }
     if (threadIdx.x % kThreadsPerWarp == 0) tma_store_wait<0>();
   }
 

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 
-#include "attention/scheduler.cuh"
 #include "backward/kernel.cuh"
 #include "backward/postprocess.cuh"
 #include "backward/preprocess.cuh"
@@ -19,6 +18,7 @@ BwdArgs<Row> make_bwd_args(BwdParams const& params) {
   TensorExtent const q_extent{p.head_dim, p.seqlen_q, p.num_heads_q, p.batch};
   TensorExtent const kv_extent{p.head_dim, p.seqlen_k, p.num_heads_kv, p.batch};
   int const group = p.num_heads_q / p.num_heads_kv;
+  int const kv_heads_total = p.num_heads_kv * p.batch;
   // Q, dO and the fp32 dQ sum of a query row: what the CTAs of a head share.
   long long const row_bytes = T::kHeadDim * (2 * sizeof(typename T::Element) + sizeof(float));
   return {
@@ -36,11 +36,10 @@ BwdArgs<Row> make_bwd_args(BwdParams const& params) {
       .seqlen_k = p.seqlen_k,
       .seqlen_q_rounded = params.seqlen_q_rounded,
       .num_heads_q = p.num_heads_q,
-      .num_heads_kv = p.num_heads_kv,
       .qheads_per_kvhead = group,
-      .num_n_blocks = ceil_div_int(p.seqlen_k, T::kN),
-      .section_heads = std::min(p.num_heads_kv * p.batch,
-                                heads_per_l2_section(row_bytes * group * p.seqlen_q, 1)),
+      .cluster_size = params.cluster_size,
+      .order = {ceil_div_int(p.seqlen_k, T::kN), p.num_heads_kv, kv_heads_total,
+                heads_per_l2_section(row_bytes * group * p.seqlen_q, kv_heads_total)},
       .softmax_scale = p.softmax_scale,
   };
 }
@@ -53,7 +52,6 @@ void launch_bwd(BwdParams const& params, cudaStream_t stream) {
   Problem const& p = params.problem;
   BwdArgs<Row> const args = make_bwd_args<Row>(params);
   unsigned const query_blocks = unsigned(params.seqlen_q_rounded / T::kM) * p.num_heads_q * p.batch;
-  unsigned const key_blocks = unsigned(args.num_n_blocks) * p.num_heads_kv * p.batch;
 
   bwd_preprocess_kernel<Row><<<query_blocks, 256, 0, stream>>>(
       {params.o, params.d_o, params.lse, params.dlse, params.lse_log2, params.dpsum,
@@ -61,8 +59,8 @@ void launch_bwd(BwdParams const& params, cudaStream_t stream) {
        p.head_dim});
   FLASH3_CUDA_CHECK(cudaGetLastError());
   allow_smem<bwd_kernel<Row>>(kSmemBytes);
-  bwd_kernel<Row><<<key_blocks, T::kThreads, kSmemBytes, stream>>>(args);
-  FLASH3_CUDA_CHECK(cudaGetLastError());
+  launch_clusters(bwd_kernel<Row>, {params.grid, params.cluster_size, T::kThreads, kSmemBytes},
+                  stream, args);
   bwd_postprocess_kernel<Row><<<query_blocks, T::kConsumerThreads, 0, stream>>>(
       {params.dq, params.dq_accum, p.seqlen_q, params.seqlen_q_rounded, p.num_heads_q, p.head_dim,
        p.softmax_scale});

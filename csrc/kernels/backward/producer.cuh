@@ -20,9 +20,9 @@ struct BwdProducer {
     BlockRange const blocks = args.mask().template query_blocks<T::kM>(tile.n_block * T::kN);
     if (blocks.begin >= blocks.end) return;  // no query sees these keys
     load_kv(tile);
-    int const first_head = tile.kv_head * args.qheads_per_kvhead;
+    int const heads_end = tile.first_q_head + tile.num_q_heads;
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int head = first_head; head < first_head + args.qheads_per_kvhead; ++head) {
+    for (int head = tile.first_q_head; head < heads_end; ++head) {
       CUTLASS_PRAGMA_NO_UNROLL
       for (int m = blocks.begin; m < blocks.end; ++m) {
         load_q({m * T::kM, head, tile.batch});

@@ -1,6 +1,8 @@
 // Launching a kernel that needs more shared memory than the default limit.
 #pragma once
 
+#include <cuda_runtime.h>
+
 #include <atomic>
 #include <cstdint>
 
@@ -25,6 +27,27 @@ void allow_smem(int bytes) {
   FLASH3_CUDA_CHECK(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
   done.fetch_or(bit, std::memory_order_relaxed);
+}
+
+struct LaunchShape {
+  int ctas, cluster_size;  // clusters are of neighbouring CTAs
+  int threads, smem_bytes;
+};
+
+template <class Args>
+void launch_clusters(void (*kernel)(Args), LaunchShape const& shape, cudaStream_t stream,
+                     Args const& args) {
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {unsigned(shape.cluster_size), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = unsigned(shape.ctas);
+  config.blockDim = unsigned(shape.threads);
+  config.dynamicSmemBytes = std::size_t(shape.smem_bytes);
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = shape.cluster_size > 1 ? 1 : 0;
+  FLASH3_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args));
 }
 
 }  // namespace flash3

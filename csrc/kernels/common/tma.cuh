@@ -16,7 +16,6 @@ inline constexpr int kBoxColumns = 64;
 // L2 eviction priorities as cp.async.bulk takes them (createpolicy encodings, PTX ISA "cache
 // eviction priority").
 enum class CacheHint : uint64_t {
-  kEvictNormal = 0x1000000000000000,
   kEvictFirst = 0x12F0000000000000,
   kEvictLast = 0x14F0000000000000,
 };
@@ -43,6 +42,13 @@ CUTLASS_DEVICE void bulk_load(Element* smem, Element const* global, uint32_t byt
   cute::SM90_BULK_COPY_G2S::copy(global, full_barrier, smem, bytes);
 }
 
+// Stores one box of `map` to row `at.row` and the columns from box * kBoxColumns on.
+template <class Element>
+CUTLASS_DEVICE void tma_store_box(CUtensorMap const& map, Element const* smem, int box,
+                                  TileCoord at) {
+  cute::SM90_TMA_STORE_4D::copy(&map, smem, box * kBoxColumns, at.row, at.head, at.batch);
+}
+
 // Stores `map`'s box rows starting at `row_in_tile` of a tile of kRows rows to row `at.row` of the
 // tensor.
 template <int kRows, int kHeadDim, class Element>
@@ -50,8 +56,7 @@ CUTLASS_DEVICE void tma_store_rows(CUtensorMap const& map, Element const* smem, 
                                    TileCoord at) {
   CUTLASS_PRAGMA_UNROLL
   for (int c = 0; c < kHeadDim / kBoxColumns; ++c) {
-    cute::SM90_TMA_STORE_4D::copy(&map, smem + (c * kRows + row_in_tile) * kBoxColumns,
-                                  c * kBoxColumns, at.row, at.head, at.batch);
+    tma_store_box(map, smem + (c * kRows + row_in_tile) * kBoxColumns, c, at);
   }
 }
 

@@ -4,6 +4,7 @@
 
 #include <cutlass/numeric_conversion.h>
 #include <cute/arch/mma_sm90.hpp>
+#include <cute/atom/copy_atom.hpp>
 #include <cute/atom/mma_atom.hpp>
 #include <cute/atom/mma_traits_sm90_gmma.hpp>
 #include <cute/tensor.hpp>
@@ -93,6 +94,17 @@ template <class Element, class Fragment>
 CUTLASS_DEVICE auto make_operand_a_like(Fragment const& accumulator) {
   constexpr int kSize = decltype(size(accumulator.layout()))::value;
   return make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<kSize / 8>>{});
+}
+
+// Reads a 16-bit register A operand from shared memory; each warp reads the 16 rows that it owns.
+template <class Mma, class Source, class Fragment>
+CUTLASS_DEVICE void load_operand_a(Mma const& mma, int thread, Source const& source,
+                                   Fragment& fragment) {
+  using Element = typename Fragment::value_type;
+  auto const matrices = make_tiled_copy_A(Copy_Atom<SM75_U32x4_LDSM_N, Element>{}, mma);
+  auto const of_thread = matrices.get_thread_slice(thread);
+  copy(matrices, of_thread.partition_S(as_position_independent_swizzle_tensor(source)),
+       of_thread.retile_D(fragment));
 }
 
 // Rounds fp32 values to 16 bits, pairwise.

@@ -32,7 +32,7 @@ struct FwdConsumer {
       WorkTile const tile = smem.tiles[tile_at.slot];
       smem.tile_ring.release(tile_at);
       tile_at.advance();
-      if (tile.m_block == kNoMoreTiles.m_block) break;
+      if (tile.block == kNoMoreTiles.block) break;
       compute(tile);
     }
   }
@@ -61,7 +61,7 @@ struct FwdConsumer {
   }
 
   CUTLASS_DEVICE void compute(WorkTile tile) {
-    BlockRange const blocks = args.mask().template key_blocks<T::kM, T::kN>(tile.m_block * T::kM);
+    BlockRange const blocks = args.mask().template key_blocks<T::kM, T::kN>(tile.block * T::kM);
     typename T::MmaPV mma_pv;
     // ((2, 2, head_dim / 8), 1, 1) fp32
     Tensor o = partition_fragment_C(mma_pv, Shape<Int<T::kM>, Int<T::kHeadDim>>{});
@@ -83,13 +83,13 @@ struct FwdConsumer {
     Tensor sQ = make_tensor(make_smem_ptr(smem.q[q_at.slot]), typename T::LayoutQ{});
     Tensor sK = make_tensor(make_smem_ptr(smem.k[0]), typename T::LayoutKV{});
     Tensor sVt = make_tensor(make_smem_ptr(smem.v[0]), transposed(typename T::LayoutKV{}));
-    Tensor tSrQ = thread_qk.partition_fragment_A(sQ);   // (MMA, 1, head_dim / 16)
+    Tensor tSrQ = thread_qk.partition_fragment_A(sQ);  // (MMA, 1, head_dim / 16)
+    if constexpr (Row::tile.q_in_registers) load_operand_a(mma_qk, thread, sQ, tSrQ);
     Tensor tSrK = thread_qk.partition_fragment_B(sK);   // (MMA, 1, head_dim / 16, slots)
     Tensor tOrV = thread_pv.partition_fragment_B(sVt);  // (MMA, 1, n / 16, slots)
 
-    int const first_row = tile.m_block * T::kM + warp_row_in_tile(warpgroup) + lane_first_row();
-    int const first_masked =
-        args.mask().template first_masked_key_block<T::kN>(tile.m_block * T::kM);
+    int const first_row = tile.block * T::kM + warp_row_in_tile(warpgroup) + lane_first_row();
+    int const first_masked = args.mask().template first_masked_key_block<T::kN>(tile.block * T::kM);
     float correction[2];
     int n = blocks.begin;
 
@@ -145,9 +145,11 @@ struct FwdConsumer {
     softmax.finish(inverse_sum, lse);
     scale_rows(o, inverse_sum);
     write_lse(tile, lse);
-    // All four warps have retired their reads of the warpgroup's rows of Q before O overwrites
-    // them.
-    named_barrier_sync(barrier_at(FwdBarrier::kWarpgroup, warpgroup), kThreadsPerWarpgroup);
+    if constexpr (!Row::tile.q_in_registers) {
+      // All four warps have retired their reads of the warpgroup's rows of Q before O overwrites
+      // them.
+      named_barrier_sync(barrier_at(FwdBarrier::kWarpgroup, warpgroup), kThreadsPerWarpgroup);
+    }
     int const row = warp_row_in_tile(warpgroup);
     Tensor rounded = make_tensor<Element>(o.layout());
     convert(o, rounded);
@@ -160,13 +162,13 @@ struct FwdConsumer {
   }
 
   CUTLASS_DEVICE TileCoord output_coord(WorkTile tile) const {
-    return {tile.m_block * T::kM, tile.head, tile.batch};
+    return {tile.block * T::kM, tile.head, tile.batch};
   }
 
   CUTLASS_DEVICE void write_lse(WorkTile tile, float const (&lse)[2]) const {
     int64_t const head = int64_t(tile.batch) * args.num_heads_q + tile.head;
     float* const rows = args.lse + head * args.seqlen_q;
-    int const first_row = tile.m_block * T::kM + warp_row_in_tile(warpgroup) + lane_first_row();
+    int const first_row = tile.block * T::kM + warp_row_in_tile(warpgroup) + lane_first_row();
     if (threadIdx.x % 4 != 0) return;  // the quad's four lanes hold the same rows
     CUTLASS_PRAGMA_UNROLL
     for (int r = 0; r < 2; ++r) {

@@ -13,10 +13,10 @@ template <class T>
 typename T::Order make_order(Problem const& p) {
   int const num_m_blocks = ceil_div_int(p.seqlen_q, T::kM);
   if constexpr (std::is_same_v<typename T::Order, LongestFirst>) {
-    int const heads_total = p.num_heads_q * p.batch;
     long long const kv_bytes = 2LL * p.seqlen_k * T::kHeadDim * sizeof(typename T::Element);
-    int const section = heads_per_l2_section(kv_bytes, p.num_heads_q / p.num_heads_kv);
-    return {num_m_blocks, p.num_heads_q, heads_total, std::min(heads_total, section)};
+    int const kv_heads = heads_per_l2_section(kv_bytes, p.num_heads_kv * p.batch);
+    return {num_m_blocks, p.num_heads_q, p.num_heads_q * p.batch,
+            kv_heads * (p.num_heads_q / p.num_heads_kv)};
   } else {
     return {num_m_blocks, p.num_heads_q};
   }

@@ -41,7 +41,7 @@ struct FwdProducer {
   // that run side by side then read the same blocks at about the same time, which L2 serves better
   // than a staggered start (E006).
   CUTLASS_DEVICE void load(WorkTile tile) {
-    BlockRange const blocks = args.mask().template key_blocks<T::kM, T::kN>(tile.m_block * T::kM);
+    BlockRange const blocks = args.mask().template key_blocks<T::kM, T::kN>(tile.block * T::kM);
     load_q(tile);  // even if no row of the tile sees a key: the slot also carries O out
     if (blocks.begin == blocks.end) return;
     load_k(tile, blocks.begin);
@@ -57,7 +57,7 @@ struct FwdProducer {
     smem.q_ring.wait_empty(q_at);
     smem.q_ring.expect_bytes(q_at, T::kQBytes);
     tma_load_tile<T::kM, T::kHeadDim>(args.q, smem.q_ring.full(q_at), smem.q[q_at.slot],
-                                      {tile.m_block * T::kM, tile.head, tile.batch},
+                                      {tile.block * T::kM, tile.head, tile.batch},
                                       CacheHint::kEvictFirst);
     q_at.advance();
   }
