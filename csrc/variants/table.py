@@ -6,6 +6,7 @@ A row names what a call asks for (dtype, head_dim, mask), how the kernel runs it
 layout, the registers, the instructions or the load path; all else is a run-time parameter.
 """
 
+# ruff: noqa: E501  (a row of the tables is one line)
 from __future__ import annotations
 
 import itertools

@@ -4,7 +4,6 @@
 
 #include <cutlass/numeric_conversion.h>
 #include <cute/arch/mma_sm90.hpp>
-#include <cute/atom/copy_atom.hpp>
 #include <cute/atom/mma_atom.hpp>
 #include <cute/atom/mma_traits_sm90_gmma.hpp>
 #include <cute/tensor.hpp>
