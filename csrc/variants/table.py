@@ -82,13 +82,13 @@ def _bwd(head_dim: int, mask: str, **tile) -> list[Bwd]:
 FORWARD: list[Fwd] = [
     *_fwd( 64, "full",   m=192, n=128, kv_stages=2, q_stages=2, mma_warpgroups=3, q_in_registers=False, dynamic_schedule=False, why="E001"),
     *_fwd( 64, "causal", m=192, n=128, kv_stages=2, q_stages=2, mma_warpgroups=3, q_in_registers=False, dynamic_schedule=True,  why="E001"),
-    *_fwd(128, "full",   m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, q_in_registers=True,  dynamic_schedule=False, why="E001"),
-    *_fwd(128, "causal", m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, q_in_registers=True,  dynamic_schedule=True,  why="E001"),
+    *_fwd(128, "full",   m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, q_in_registers=True,  dynamic_schedule=False, why="E012"),
+    *_fwd(128, "causal", m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, q_in_registers=True,  dynamic_schedule=True,  why="E012"),
 ]
 
 BACKWARD: list[Bwd] = [
-    *_bwd( 64, "full",   m=128, n=128, q_stages=2, do_stages=2, ds_in_registers=False, mma_warpgroups=2, why="E005"),
-    *_bwd( 64, "causal", m=128, n=128, q_stages=2, do_stages=2, ds_in_registers=False, mma_warpgroups=2, why="E005"),
+    *_bwd( 64, "full",   m=128, n=128, q_stages=2, do_stages=2, ds_in_registers=False, mma_warpgroups=2, why="E010"),
+    *_bwd( 64, "causal", m=128, n=128, q_stages=2, do_stages=2, ds_in_registers=False, mma_warpgroups=2, why="E010"),
     *_bwd(128, "full",   m=64,  n=128, q_stages=4, do_stages=2, ds_in_registers=False, mma_warpgroups=2, why="E004"),
     *_bwd(128, "causal", m=64,  n=128, q_stages=4, do_stages=2, ds_in_registers=False, mma_warpgroups=2, why="E004"),
 ]

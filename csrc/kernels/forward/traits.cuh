@@ -32,7 +32,7 @@ struct FwdTraits {
 
   using WarpgroupsAlongM = Layout<Shape<Int<kMmaWarpgroups>, _1, _1>>;
   // S (m x n) = Q K^T, K from shared memory. So is Q, or, where registers allow, it is read into
-  // them once a tile: each step then asks a sixth less of shared memory (E012).
+  // them once a tile: each step then asks a seventh less of shared memory (E012).
   using ShapeQK = Shape<Int<kM>, Int<kN>, Int<kHeadDim>>;
   using MmaQK = std::conditional_t<
       Row::tile.q_in_registers,
