@@ -81,7 +81,7 @@ def _bwd(head_dim: int, mask: str, **tile) -> list[Bwd]:
 # fmt: off
 FORWARD: list[Fwd] = [
     *_fwd( 64, "full",   m=192, n=128, kv_stages=2, q_stages=2, mma_warpgroups=3, q_in_registers=False, dynamic_schedule=False, why="E001"),
-    *_fwd( 64, "causal", m=192, n=128, kv_stages=2, q_stages=2, mma_warpgroups=3, q_in_registers=False, dynamic_schedule=True,  why="E001"),
+    *_fwd( 64, "causal", m=192, n=128, kv_stages=2, q_stages=2, mma_warpgroups=3, q_in_registers=False, dynamic_schedule=True,  why="E014"),
     *_fwd(128, "full",   m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, q_in_registers=True,  dynamic_schedule=False, why="E012"),
     *_fwd(128, "causal", m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, q_in_registers=True,  dynamic_schedule=True,  why="E012"),
 ]

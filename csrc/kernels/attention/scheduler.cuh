@@ -47,11 +47,12 @@ struct LongestFirst : BlockByBlock {
   }
 };
 
-// Heads of a section if each brings `head_bytes` to L2 and there are `heads_total`.
-inline int heads_per_l2_section(long long head_bytes, int heads_total) {
+// Heads of a section if each brings `head_bytes` to L2 and there are `heads_total`: as many as L2
+// holds, but enough of them that tiles of one length come in numbers.
+inline int heads_per_section(long long head_bytes, int least, int heads_total) {
   constexpr long long kSectionBytes = 32LL << 20;  // of the 50 MB of a Hopper L2
   long long const heads = kSectionBytes / (head_bytes > 0 ? head_bytes : 1);
-  return static_cast<int>(std::clamp<long long>(heads, 1, heads_total));
+  return static_cast<int>(std::min<long long>(std::max<long long>(heads, least), heads_total));
 }
 
 // The sequence of tile indices of one CTA of a persistent grid.

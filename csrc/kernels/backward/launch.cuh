@@ -39,7 +39,7 @@ BwdArgs<Row> make_bwd_args(BwdParams const& params) {
       .qheads_per_kvhead = group,
       .cluster_size = params.cluster_size,
       .order = {ceil_div_int(p.seqlen_k, T::kN), p.num_heads_kv, kv_heads_total,
-                heads_per_l2_section(row_bytes * group * p.seqlen_q, kv_heads_total)},
+                heads_per_section(row_bytes * group * p.seqlen_q, 1, kv_heads_total)},
       .softmax_scale = p.softmax_scale,
   };
 }

@@ -11,6 +11,7 @@
 namespace flash3 {
 
 inline constexpr int kRowsPerWarp = 16;
+inline constexpr int kRowsPerWarpgroup = kWarpsPerWarpgroup * kRowsPerWarp;
 
 // Writes this warp's 16 rows of `rounded`, an accumulator (kColumns wide) converted to 16 bits,
 // into rows row_in_tile and on of a SwizzledTile<Element, kRows, kColumns> at `smem`, then makes
@@ -41,7 +42,7 @@ CUTLASS_DEVICE void stage_warp_rows(Rounded const& rounded, Element* smem, int r
 
 // The first of this warp's 16 rows in a tile whose warpgroups stack along the rows.
 CUTLASS_DEVICE int warp_row_in_tile(int warpgroup) {
-  return warpgroup * 64 + warp_index_in_warpgroup() * kRowsPerWarp;
+  return warpgroup * kRowsPerWarpgroup + warp_index_in_warpgroup() * kRowsPerWarp;
 }
 
 // Stores the warp's staged rows and returns at once; tma_store_wait<0> in lane 0 says when the rows

@@ -69,8 +69,42 @@ struct FwdConsumer {
     OnlineSoftmax softmax(args.softmax_scale * kLog2e);
     smem.q_ring.wait_full(q_at);
     // Without a key in sight the fresh softmax state gives O = 0 and LSE = -inf.
-    if (blocks.begin < blocks.end) attend(tile, blocks, mma_pv, o, softmax);
+    BlockRange const own = own_blocks(tile, blocks);
+    if (own.begin < own.end) attend(tile, own, mma_pv, o, softmax);
+    if constexpr (T::kOwnRange) pass_over({own.end, blocks.end}, blocks.begin);
     write_output(tile, o, softmax);
+  }
+
+  CUTLASS_DEVICE int first_query(WorkTile tile) const {
+    return tile.block * T::kM + warpgroup * kRowsPerWarpgroup;
+  }
+
+  // The key blocks that the warpgroup's own rows see, of those that the tile visits.
+  CUTLASS_DEVICE BlockRange own_blocks(WorkTile tile, BlockRange blocks) const {
+    if constexpr (T::kOwnRange) {
+      int const first = first_query(tile);
+      if (first >= args.seqlen_q) return {blocks.begin, blocks.begin};
+      return args.mask().template key_blocks<kRowsPerWarpgroup, T::kN>(first);
+    }
+    return blocks;
+  }
+
+  // Hands back the blocks that only other warpgroups of the tile see, and hands on the turns that
+  // go with them: each block after the tile's first has one.
+  CUTLASS_DEVICE void pass_over(BlockRange unseen, int first_of_tile) {
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int n = unseen.begin; n < unseen.end; ++n) {
+      smem.k_ring.wait_full(k_at);
+      smem.k_ring.release(k_at);
+      k_at.advance();
+      if (n > first_of_tile) {
+        await_turn();
+        pass_turn();
+      }
+      smem.v_ring.wait_full(v_at);
+      smem.v_ring.release(v_at);
+      v_at.advance();
+    }
   }
 
   template <class Output>
@@ -89,7 +123,8 @@ struct FwdConsumer {
     Tensor tOrV = thread_pv.partition_fragment_B(sVt);  // (MMA, 1, n / 16, slots)
 
     int const first_row = tile.block * T::kM + warp_row_in_tile(warpgroup) + lane_first_row();
-    int const first_masked = args.mask().template first_masked_key_block<T::kN>(tile.block * T::kM);
+    int const first_masked = args.mask().template first_masked_key_block<T::kN>(
+        T::kOwnRange ? first_query(tile) : tile.block * T::kM);
     float correction[2];
     int n = blocks.begin;
 
@@ -106,12 +141,13 @@ struct FwdConsumer {
     Tensor p = make_operand_a_like<Element>(s);
     convert(s, p);
 
-    // One step: S of block n beside P V of block n - 1.
-    auto step = [&](auto masked) {
-      Tensor s_next = partition_fragment_C(mma_qk, Shape<Int<T::kM>, Int<T::kN>>{});
+    // One step: S of block n, or of its first keys, beside P V of block n - 1; ends with P in
+    // `p_next`.
+    auto step = [&](auto masked, auto num_keys, auto& mma, auto const& keys, auto& p_next) {
+      Tensor s_next = partition_fragment_C(mma, Shape<Int<T::kM>, decltype(num_keys)>{});
       smem.k_ring.wait_full(k_at);
       await_turn();
-      issue_gemm<Accumulate::kReplace>(mma_qk, tSrQ, tSrK(_, _, _, k_at.slot), s_next);
+      issue_gemm<Accumulate::kReplace>(mma, tSrQ, keys(_, _, _, k_at.slot), s_next);
       smem.v_ring.wait_full(v_at);
       issue_gemm<Accumulate::kAdd>(mma_pv, p, tOrV(_, _, _, v_at.slot), o);
       pass_turn();
@@ -124,19 +160,45 @@ struct FwdConsumer {
       warpgroup_wait<0>();  // O with block n - 1
       smem.v_ring.release(v_at);
       v_at.advance();
-      convert(s_next, p);
+      convert(s_next, p_next);
       scale_rows(o, correction);
     };
+    auto finish = [&](auto const& p_last) {
+      smem.v_ring.wait_full(v_at);
+      issue_gemm<Accumulate::kAdd>(mma_pv, p_last, tOrV(_, _, _, v_at.slot), o);
+      warpgroup_wait<0>();
+      smem.v_ring.release(v_at);
+      v_at.advance();
+    };
+    bool const half_last = T::kOwnRange && ends_in_half(tile, blocks);
+    int const whole_end = half_last ? blocks.end - 1 : blocks.end;
     CUTLASS_PRAGMA_NO_UNROLL
-    for (++n; n < min(first_masked, blocks.end); ++n) step(false_type{});
+    for (++n; n < min(first_masked, whole_end); ++n) {
+      step(false_type{}, Int<T::kN>{}, mma_qk, tSrK, p);
+    }
     CUTLASS_PRAGMA_NO_UNROLL
-    for (; n < blocks.end; ++n) step(true_type{});
+    for (; n < whole_end; ++n) step(true_type{}, Int<T::kN>{}, mma_qk, tSrK, p);
+    if constexpr (T::kOwnRange) {
+      if (half_last) {
+        constexpr int kHalf = T::kN / 2;
+        typename T::MmaQKHalf mma_half;
+        Tensor sK_half = local_tile(sK, Shape<Int<kHalf>, Int<T::kHeadDim>, Int<T::kKvSlots>>{},
+                                    make_coord(0, 0, 0));
+        Tensor tSrK_half = mma_half.get_thread_slice(thread).partition_fragment_B(sK_half);
+        Tensor p_half = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<kHalf / 16>>{});
+        step(true_type{}, Int<kHalf>{}, mma_half, tSrK_half, p_half);
+        finish(p_half);
+        return;
+      }
+    }
+    finish(p);
+  }
 
-    smem.v_ring.wait_full(v_at);
-    issue_gemm<Accumulate::kAdd>(mma_pv, p, tOrV(_, _, _, v_at.slot), o);
-    warpgroup_wait<0>();
-    smem.v_ring.release(v_at);
-    v_at.advance();
+  // Whether the warpgroup's rows see at most the first half of their last block (of several).
+  CUTLASS_DEVICE bool ends_in_half(WorkTile tile, BlockRange blocks) const {
+    int const last_query = min(first_query(tile) + kRowsPerWarpgroup, args.seqlen_q) - 1;
+    int const last = blocks.end - 1;
+    return last > blocks.begin && args.mask().last_key(last_query) < last * T::kN + T::kN / 2;
   }
 
   template <class Output>

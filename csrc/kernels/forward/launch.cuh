@@ -9,14 +9,17 @@
 
 namespace flash3 {
 
+inline constexpr int kLeastSectionHeads = 8;  // query heads (E011)
+
 template <class T>
 typename T::Order make_order(Problem const& p) {
   int const num_m_blocks = ceil_div_int(p.seqlen_q, T::kM);
   if constexpr (std::is_same_v<typename T::Order, LongestFirst>) {
     long long const kv_bytes = 2LL * p.seqlen_k * T::kHeadDim * sizeof(typename T::Element);
-    int const kv_heads = heads_per_l2_section(kv_bytes, p.num_heads_kv * p.batch);
-    return {num_m_blocks, p.num_heads_q, p.num_heads_q * p.batch,
-            kv_heads * (p.num_heads_q / p.num_heads_kv)};
+    int const group = p.num_heads_q / p.num_heads_kv;
+    int const kv_heads = heads_per_section(kv_bytes, ceil_div_int(kLeastSectionHeads, group),
+                                           p.num_heads_kv * p.batch);
+    return {num_m_blocks, p.num_heads_q, p.num_heads_q * p.batch, kv_heads * group};
   } else {
     return {num_m_blocks, p.num_heads_q};
   }

@@ -33,13 +33,20 @@ struct FwdTraits {
   using WarpgroupsAlongM = Layout<Shape<Int<kMmaWarpgroups>, _1, _1>>;
   // S (m x n) = Q K^T, K from shared memory. So is Q, or, where registers allow, it is read into
   // them once a tile: each step then asks a seventh less of shared memory (E012).
-  using ShapeQK = Shape<Int<kM>, Int<kN>, Int<kHeadDim>>;
-  using MmaQK = std::conditional_t<
+  template <int kKeys>
+  using MmaQKOf = std::conditional_t<
       Row::tile.q_in_registers,
-      decltype(make_tiled_mma(GMMA::rs_op_selector<Element, Element, float, ShapeQK>(),
+      decltype(make_tiled_mma(GMMA::rs_op_selector<Element, Element, float,
+                                                   Shape<Int<kM>, Int<kKeys>, Int<kHeadDim>>>(),
                               WarpgroupsAlongM{})),
-      decltype(make_tiled_mma(GMMA::ss_op_selector<Element, Element, float, ShapeQK>(),
+      decltype(make_tiled_mma(GMMA::ss_op_selector<Element, Element, float,
+                                                   Shape<Int<kM>, Int<kKeys>, Int<kHeadDim>>>(),
                               WarpgroupsAlongM{}))>;
+  using MmaQK = MmaQKOf<kN>;
+  // Under a causal mask the warpgroups of a tile with more rows than keys a step end in different
+  // blocks, and often in the middle of one: each then visits only what its own rows see (E014).
+  static constexpr bool kOwnRange = Row::key.mask == MaskKind::kCausal && (kM > kN);
+  using MmaQKHalf = MmaQKOf<kN / 2>;
   // O (m x head_dim) += P V: P from registers, V with the reduced extent (keys) as its rows.
   using MmaPV = decltype(make_tiled_mma(
       GMMA::rs_op_selector<Element, Element, float, Shape<Int<kM>, Int<kHeadDim>, Int<kN>>,
