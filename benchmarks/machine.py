@@ -41,11 +41,10 @@ def gpu_state(device: torch.device) -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """The commit, with "-dirty" when tracked files differ; FLASH3_COMMIT names it for a tree without git."""
-    described = command_output(
-        "git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"
-    )
-    return described or os.environ.get("FLASH3_COMMIT")
+    """The commit, with "-dirty" when tracked files differ; FLASH3_COMMIT names it for a copy of the tree."""
+    if named := os.environ.get("FLASH3_COMMIT"):
+        return named
+    return command_output("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
 
 
 def describe_machine(device: torch.device) -> dict:

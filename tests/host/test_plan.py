@@ -63,6 +63,7 @@ def test_backward_grid_is_one_cluster_per_key_block_of_a_kv_head(name, shape):
 CLUSTERS = {
     "every query head has its own keys": ((1, 512, 8, 8), (1, 1)),
     "a group of 4, one wave of CTAs": ((1, 8192, 8, 2), (1, 2)),
+    "a group of 4, four waves": ((4, 8192, 8, 2), (1, 2)),
     "a group of 4, many CTAs": ((8, 8192, 32, 8), (1, 1)),
     "a group of 8, half a wave": ((2, 4096, 8, 1), (2, 4)),
     "a group of 8, a few CTAs": ((1, 1024, 8, 1), (8, 8)),
