@@ -57,8 +57,7 @@ py::dict to_dict(FwdTile const& tile) {
 
 py::dict to_dict(BwdTile const& tile) {
   return py::dict("m"_a = tile.m, "n"_a = tile.n, "q_stages"_a = tile.q_stages,
-                  "do_stages"_a = tile.do_stages, "ds_in_registers"_a = tile.ds_in_registers,
-                  "mma_warpgroups"_a = tile.mma_warpgroups);
+                  "do_stages"_a = tile.do_stages, "mma_warpgroups"_a = tile.mma_warpgroups);
 }
 
 template <class Entry>

@@ -36,7 +36,6 @@ struct FwdTile {
 struct BwdTile {
   int m, n;
   int q_stages, do_stages;
-  bool ds_in_registers;  // where the dK GEMM takes dS from: registers, or shared memory
   int mma_warpgroups;
 };
 

@@ -64,9 +64,8 @@ def registers(row: Fwd | Bwd) -> int:
     scores = row.n * row.m / threads
     d_query = row.m * head_dim / threads
     packed = scores / 2  # two to a register
-    d_scores = packed if row.ds_in_registers else 0  # until dK is done
     # S and dP of a step stand side by side; before that, the next S beside packed P and dQ.
-    fullest = d_scores + max(2 * scores, scores + packed + d_query)
+    fullest = max(2 * scores, scores + packed + d_query)
     return int(d_key_value + fullest) + OTHER_REGISTERS
 
 

@@ -49,14 +49,13 @@ class Fwd:
 
 @dataclass(frozen=True)
 class Bwd:
-    """A backward row: ``n`` keys owned by a CTA, ``m`` query rows per step; dK takes dS from registers or not."""
+    """A backward row: ``n`` keys owned by a CTA, ``m`` query rows per step."""
 
     key: Key
     m: int
     n: int
     q_stages: int
     do_stages: int
-    ds_in_registers: bool
     mma_warpgroups: int
     why: str
     tag: str = ""  # as in Fwd
@@ -87,10 +86,10 @@ FORWARD: list[Fwd] = [
 ]
 
 BACKWARD: list[Bwd] = [
-    *_bwd( 64, "full",   m=128, n=128, q_stages=2, do_stages=2, ds_in_registers=False, mma_warpgroups=2, why="E010"),
-    *_bwd( 64, "causal", m=128, n=128, q_stages=2, do_stages=2, ds_in_registers=False, mma_warpgroups=2, why="E010"),
-    *_bwd(128, "full",   m=64,  n=128, q_stages=4, do_stages=2, ds_in_registers=False, mma_warpgroups=2, why="E004"),
-    *_bwd(128, "causal", m=64,  n=128, q_stages=4, do_stages=2, ds_in_registers=False, mma_warpgroups=2, why="E004"),
+    *_bwd( 64, "full",   m=128, n=128, q_stages=2, do_stages=2, mma_warpgroups=2, why="E010"),
+    *_bwd( 64, "causal", m=128, n=128, q_stages=2, do_stages=2, mma_warpgroups=2, why="E010"),
+    *_bwd(128, "full",   m=64,  n=128, q_stages=4, do_stages=2, mma_warpgroups=2, why="E004"),
+    *_bwd(128, "causal", m=64,  n=128, q_stages=4, do_stages=2, mma_warpgroups=2, why="E004"),
 ]
 # fmt: on
 

@@ -16,7 +16,6 @@ BWD = replace(
     n=128,
     q_stages=2,
     do_stages=2,
-    ds_in_registers=False,
     mma_warpgroups=2,
 )
 
@@ -68,10 +67,6 @@ def test_row_names_the_experiment_that_chose_it(row):
         (replace(BWD, mma_warpgroups=3, n=192), "mma_warpgroups 3 is not 2"),
         (replace(BWD, q_stages=3), "not powers of two"),
         (replace(BWD, m=128), "registers a thread"),
-        (
-            replace(BWD, m=128, ds_in_registers=True, key=replace(BWD.key, head_dim=64)),
-            "registers a thread",
-        ),  # ptxas serialises it
         (replace(FWD, q_in_registers=True), "registers a thread"),
         (replace(BWD, q_stages=8), "bytes of shared memory"),
     ],

@@ -32,8 +32,9 @@ template <class Row>
 struct BwdClusterSum {
   using T = BwdTraits<Row>;
   using Element = typename T::Element;
-  static constexpr int kPieces = T::kHeadDim / kBoxColumns;                     // of one gradient
-  static constexpr int kVectors = kBoxColumns * 64 / kThreadsPerWarpgroup / 4;  // of a thread
+  static constexpr int kPieces = T::kHeadDim / kBoxColumns;  // of one gradient
+  static constexpr int kVectors =
+      kBoxColumns * kRowsPerWarpgroup / kThreadsPerWarpgroup / 4;  // of a thread
   using Piece = float4[kVectors][T::kConsumerThreads];
   // Behind the pieces, the slots of dS stage the sums.
   static_assert(2 * kPieces * sizeof(Piece) <= offsetof(BwdSmem<Row>, ds));

@@ -135,11 +135,7 @@ struct BwdConsumer {
         warpgroup_wait<0>();
       }
       smem.do_ring.release(do_at);
-      if constexpr (Row::tile.ds_in_registers) {
-        issue_gemm<Accumulate::kAdd>(mma_dk, rounded_ds, tKrQ(_, _, _, q_at.slot), dk);
-      } else {
-        issue_gemm<Accumulate::kAdd>(mma_dk, tKrDs(_, _, _, ds_slot), tKrQ(_, _, _, q_at.slot), dk);
-      }
+      issue_gemm<Accumulate::kAdd>(mma_dk, tKrDs(_, _, _, ds_slot), tKrQ(_, _, _, q_at.slot), dk);
       add_dq(tile, at, dq);
       at.advance(blocks);
       if constexpr (!kLast) {

@@ -44,15 +44,12 @@ struct BwdTraits {
       GMMA::rs_op_selector<Element, Element, float, Shape<Int<kN>, Int<kHeadDim>, Int<kM>>,
                            GMMA::Major::K, GMMA::Major::MN>(),
       WarpgroupsAlongKeys{}));
-  // dK (n x head_dim) += dS^T Q. dS^T is in registers and, for dQ, in shared memory. From registers
-  // costs less shared-memory bandwidth; from shared memory leaves room for the next step's S and dP
-  // beside wide dK and dV.
-  using ShapeDk = Shape<Int<kN>, Int<kHeadDim>, Int<kM>>;
-  using MmaDk = std::conditional_t<
-      Row::tile.ds_in_registers, MmaDv,
-      decltype(make_tiled_mma(
-          GMMA::ss_op_selector<Element, Element, float, ShapeDk, GMMA::Major::K, GMMA::Major::MN>(),
-          WarpgroupsAlongKeys{}))>;
+  // dK (n x head_dim) += dS^T Q. dS^T is in registers and, for dQ, in shared memory. From shared
+  // memory it leaves room for the next step's S and dP (E004, E010).
+  using MmaDk = decltype(make_tiled_mma(
+      GMMA::ss_op_selector<Element, Element, float, Shape<Int<kN>, Int<kHeadDim>, Int<kM>>,
+                           GMMA::Major::K, GMMA::Major::MN>(),
+      WarpgroupsAlongKeys{}));
   // dQ (m x head_dim) = dS K, dS from shared memory, where the other warpgroup's keys are too.
   using MmaDq = decltype(make_tiled_mma(
       GMMA::ss_op_selector<

@@ -1,4 +1,4 @@
-// Launching a kernel that needs more shared memory than the default limit.
+// Launching kernels: more shared memory than the default limit, clusters.
 #pragma once
 
 #include <cuda_runtime.h>
