@@ -1,6 +1,7 @@
 """Who is measured: flash3 and the attention libraries found, each called in its natural layout."""
 
 import importlib
+import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -36,12 +37,20 @@ def torch_sdpa(name: str, label: str, backend: SDPBackend, version: str) -> Impl
     return Implementation(name, label, BHSD, sdpa, version, partial(sdpa_kernel, backend))
 
 
-def from_package(name: str, label: str, module_name: str) -> Implementation:
+def import_first(module_names: tuple[str, ...]):
+    """The first of these modules that is installed; raises the last one's ImportError when none is."""
+    for module_name in module_names[:-1]:
+        if importlib.util.find_spec(module_name) is not None:
+            return importlib.import_module(module_name)
+    return importlib.import_module(module_names[-1])
+
+
+def from_package(name: str, label: str, module_names: tuple[str, ...]) -> Implementation:
     """An implementation whose module offers flash_attn_func(q, k, v, causal=...).
 
     Raises ImportError (or what the package's import raises) when it isn't there.
     """
-    module = importlib.import_module(module_name)
+    module = import_first(module_names)
     function = module.flash_attn_func
 
     def forward(q, k, v, causal: bool) -> torch.Tensor:
@@ -52,10 +61,11 @@ def from_package(name: str, label: str, module_name: str) -> Implementation:
     return Implementation(name, label, BSHD, forward, version)
 
 
-PACKAGES = {  # name -> (label, module)
-    "flash_attn": ("flash-attn (FA2)", "flash_attn"),
-    "fa3": ("official FA3", "flash_attn_interface"),
-    "fa4": ("FA4 (CuTe DSL)", "flash_attn.cute"),
+PACKAGES = {  # name -> (label, modules, the first that is installed counts)
+    "flash_attn": ("flash-attn (FA2)", ("flash_attn",)),
+    # The second is FlashAttention-3's own code in a forward-only bfloat16 wheel (fa3-fwd on PyPI).
+    "fa3": ("official FA3", ("flash_attn_interface", "fa3_fwd_interface")),
+    "fa4": ("FA4 (CuTe DSL)", ("flash_attn.cute",)),
 }
 
 
@@ -89,14 +99,14 @@ def find_implementations(
     ]
     found, missing = torch_baselines(device)
     implementations += found
-    for name, (label, module_name) in PACKAGES.items():
+    for name, (label, module_names) in PACKAGES.items():
         if device.type != "cuda":
             missing[name] = f"needs a CUDA device, this run is on {device.type}"
             continue
         try:
-            implementations.append(from_package(name, label, module_name))
+            implementations.append(from_package(name, label, module_names))
         except Exception as error:  # a broken install raises more than ImportError
-            missing[name] = f"{module_name}: {type(error).__name__}: {error}"
+            missing[name] = f"{' or '.join(module_names)}: {type(error).__name__}: {error}"
     return implementations, missing
 
 

@@ -15,7 +15,7 @@ import torch
 from build_tools import toolchain
 
 from .. import compare
-from ..baselines import torch_baselines
+from ..baselines import Implementation, find_implementations
 from ..machine import describe_machine, gpu_state
 from ..runner import Settings, describe
 from ..shapes import MASKS, MODES, Cell, grid
@@ -37,6 +37,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     add(
         "--tree", type=paths, metavar="DIR[,DIR]",
         help="source tree of all folders or of each (default: the one that the folder was built from)",
+    )  # fmt: skip
+    add(
+        "--peers", type=lambda text: text.split(","), default=["cudnn"],
+        help="timed beside the builds; the first is what their results are compared with (default cudnn)",
     )  # fmt: skip
     add("--check-only", action="store_true", help="compare with float64 and time nothing")
     add("--compare", type=Path, metavar="TARGETS.json", help="print the standing of every row")
@@ -72,21 +76,39 @@ def write(result: dict, out: Path | None) -> None:
         out.write_text(json.dumps(result, indent=1) + "\n")
 
 
+def find_peers(names: Sequence[str], device: torch.device) -> list[Implementation]:
+    """The implementations of these names; torch's where there is no GPU. Raises ValueError for one that is missing."""
+    found, missing = find_implementations(device)
+    by_name = {peer.name: peer for peer in found if peer.name != "flash3"}
+    if device.type != "cuda":
+        return list(by_name.values())
+    for name in names:
+        if name not in by_name:
+            reason = missing.get(name, f"one of {', '.join(by_name)} is accepted")
+            raise ValueError(f"--peers: {name}: {reason}")
+    return [by_name[name] for name in names]
+
+
 def measure_cells(
-    result: dict, cells: Sequence[Cell], libraries, settings: Settings, device, out: Path | None
+    result: dict,
+    cells: Sequence[Cell],
+    libraries,
+    peers,
+    settings: Settings,
+    device,
+    out: Path | None,
 ) -> None:
     """Fills result["cells"], with a progress bar; cells that no build has a row for are left out."""
     from tqdm import tqdm
 
     wrong = {check["name"] for check in result["checks"] if check["fault"]}
-    baseline = torch_baselines(device)[0][0]  # cuDNN on a GPU
-    result["implementations"][baseline.name] = {"label": baseline.label}
+    result["implementations"] |= {peer.name: {"label": peer.label} for peer in peers}
     with tqdm(cells, unit="cell", dynamic_ncols=True) as progress:
         for cell in progress:
             rows = rows_for(cell, libraries, wrong)
             if rows:
                 show = progress.set_postfix_str
-                entry = measure_cell(cell, rows, baseline, settings, device, show)
+                entry = measure_cell(cell, rows, peers, settings, device, show)
                 result["cells"].append(entry)
                 write(result, out)
 
@@ -94,6 +116,7 @@ def measure_cells(
 def compare_builds(
     libraries: Sequence[Library],
     cells: Sequence[Cell],
+    peers: Sequence[Implementation],
     args: Namespace,
     device: torch.device,
 ) -> dict:
@@ -108,7 +131,7 @@ def compare_builds(
         for check in check_rows(libraries, MODES[args.mode], device, say):
             result["checks"].append(check.as_dict())
         if not args.check_only:
-            measure_cells(result, cells, libraries, settings, device, args.out)
+            measure_cells(result, cells, libraries, peers, settings, device, args.out)
     except RuntimeError as error:  # a launch that failed late, or DeviceLost
         result["aborted"] = describe(error)
     result["gpu_state"]["after"] = gpu_state(device)
@@ -136,6 +159,7 @@ def main(args: Namespace, device: torch.device) -> int:
             MODES[args.mode], args.dtype, args.head_dims, args.seqlens, MASKS[args.causal],
             args.tokens, args.hidden, args.group,
         )  # fmt: skip
+        peers = find_peers(args.peers, device)
         targets = compare.load_targets(args.compare) if args.compare else None
         toolkit = toolchain.find_toolkit()
         if toolkit is None:
@@ -145,6 +169,6 @@ def main(args: Namespace, device: torch.device) -> int:
     except (ValueError, OSError, LinkError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    result = compare_builds(libraries, cells, args, device)
+    result = compare_builds(libraries, cells, peers, args, device)
     print(report.render(result, targets))
     return 1 if failed(result) else 0

@@ -1,4 +1,4 @@
-"""Rows of several builds timed on the cells of the grid, interleaved with each other and with cuDNN."""
+"""Rows of several builds timed on the cells of the grid, interleaved with each other and with their peers."""
 
 import statistics
 from collections.abc import Callable, Collection, Sequence
@@ -38,6 +38,10 @@ def rows_for(cell: Cell, libraries: Sequence[Library], wrong: Collection[str]) -
     return {name: value for name, value in found.items() if name not in wrong}
 
 
+def names_of(peers: Sequence[Implementation]) -> list[str]:
+    return [peer.name for peer in peers]
+
+
 def with_forward(cell: Cell, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """``values`` and, for the backward, out (rounded) and lse, the same for every build."""
     if cell.mode == "fwd":
@@ -75,38 +79,41 @@ def over_first(samples: dict[str, Samples], names: Sequence[str]) -> dict[str, d
 def measure_cell(
     cell: Cell,
     rows: Rows,
-    baseline: Implementation,
+    peers: Sequence[Implementation],
     settings: Settings,
     device: torch.device,
     progress: Callable[[str], None],
 ) -> dict:
-    """The cell's entry of the result file. A row or a baseline that raises has {"error": ...}.
+    """The cell's entry of the result file. A row or a peer that raises has {"error": ...}.
 
-    ``progress`` hears what runs next. Raises DeviceLost when the device cannot go on.
+    The rows' results are compared with those of the first peer. ``progress`` hears what runs next. Raises DeviceLost
+    when the device cannot go on.
     """
     results: dict[str, dict] = {}
     values = make_values(cell, device, settings.seed)
     contenders, reference = [], None
-    try:
-        progress(f"{cell} {baseline.name}")
-        peer = make_call(cell, baseline, values)
-        reference = run_once(peer, baseline)
-        synchronize(device)
-        contenders.append(Contender(baseline.name, peer, baseline.context))
-    except Exception as error:
-        record_error(error, results, baseline.name, device)
+    for peer in peers:
+        try:
+            progress(f"{cell} {peer.name}")
+            call = make_call(cell, peer, values)
+            found = run_once(call, peer)
+            synchronize(device)
+            reference = found if peer is peers[0] else reference
+            contenders.append(Contender(peer.name, call, peer.context))
+        except Exception as error:
+            record_error(error, results, peer.name, device)
     inputs = with_forward(cell, values)
     for name, (library, row) in rows.items():
         progress(f"{cell} {name}")
         try:
             call = prepare(library, row, inputs)
-            run_gated(cell, call, baseline.name, reference)
+            run_gated(cell, call, peers[0].name, reference)
             contenders.append(Contender(name, call))
         except Exception as error:
             record_error(error, results, name, device)
     del reference
     results |= time_contenders(cell, contenders, settings, device)
-    return {**cell.as_dict(), "results": {n: results[n] for n in (baseline.name, *rows)}}
+    return {**cell.as_dict(), "results": {n: results[n] for n in (*names_of(peers), *rows)}}
 
 
 def time_contenders(

@@ -41,10 +41,11 @@ def sdpa(backends, causal: bool):
     return attention
 
 
-def compare(case: Case, dtype, peer) -> None:
+def compare(case: Case, dtype, peer, backward: bool = True) -> None:
     inputs = case.inputs(dtype, "cuda")
-    result = run_flash3(inputs, causal=case.causal)
-    assert_as_accurate(result, run_float64(inputs, causal=case.causal), run(peer, inputs), inputs)
+    result = run_flash3(inputs, backward=backward, causal=case.causal)
+    right = run_float64(inputs, backward=backward, causal=case.causal)
+    assert_as_accurate(result, right, run(peer, inputs, backward=backward), inputs)
 
 
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
@@ -84,7 +85,7 @@ def test_flash_attention_2_operator_with_bottom_right_mask(lengths, head_dim, fl
     assert_as_accurate(result, right, Result(out, lse), inputs)
 
 
-@pytest.mark.parametrize("module", ["flash_attn", "flash_attn_interface"])
+@pytest.mark.parametrize("module", ["flash_attn", "flash_attn_interface", "fa3_fwd_interface"])
 @pytest.mark.parametrize(
     "case", both_masks([Case(300, 417, 64, num_heads_q=6), Case(417, 300, 128)]), ids=str
 )
@@ -100,4 +101,4 @@ def test_installed_packages(case, module, flash3_rows):
         result = theirs(q, k, v, causal=case.causal)
         return result[0] if isinstance(result, tuple) else result
 
-    compare(case, torch.bfloat16, peer)
+    compare(case, torch.bfloat16, peer, backward=module != "fa3_fwd_interface")

@@ -119,6 +119,23 @@ def test_standing_is_one_at_the_best_peers_ratio(factor):
     assert all(r["min"] == pytest.approx(factor) == r["mean"] for r in rows)
 
 
+def test_the_fastest_of_the_run_is_named_with_our_speed_over_it():
+    result = made_up_result()
+    cell = result["cells"][0]
+    cell["results"] = {
+        "flash3": {"tflops": 660.0},
+        "cudnn": {"tflops": 600.0},
+        "fa3": {"tflops": 660.0 / 0.9},
+        "fa2": {"error": "RuntimeError: no kernel"},
+    }
+    assert compare.over_fastest(cell) == (pytest.approx(0.9), "fa3")
+    found = compare.standings([cell], compare.load_targets(TARGETS))
+    assert "0.900 (fa3)" in report.standings_table(found)
+    assert compare.summary(found)[0]["measured_min"] == pytest.approx(0.9)
+    del cell["results"]["flash3"]
+    assert compare.over_fastest(cell) is None
+
+
 def test_standing_says_why_it_is_unknown():
     result = made_up_result()
     no_peer, odd_shape, grouped = result["cells"][:3]
