@@ -26,17 +26,19 @@ FUNCTION = re.compile(r"^\s*Function : (\S+)")
 INSTRUCTION = re.compile(
     r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.x]*[^\s;]*)\s*([^;]*);"
 )
+EXPONENTIAL = "MUFU.EX2"
 GEMM = re.compile(r"^[HQI]GMMA\.(\d+)x(\d+)x(\d+)")
 WORTH_SHOWING = re.compile(r"GMMA|UTMA|UBLK|USETMAXREG|STL|LDL|WARPGROUP|SYNCS|RED|ATOM|MUFU|BAR")
 
 
 @dataclass
 class Function:
-    """One kernel's code: how often each opcode (with its modifiers) occurs, and operands of setmaxnreg."""
+    """One kernel's code: how often each opcode (with its modifiers) occurs, operands of setmaxnreg, a few in order."""
 
     symbol: str
     opcodes: Counter = field(default_factory=Counter)
     register_requests: list[int] = field(default_factory=list)
+    order: list[str] = field(default_factory=list)  # exponentials and waits for wgmma, as they come
 
     @property
     def name(self) -> str:
@@ -45,6 +47,19 @@ class Function:
     def gemm_widths(self) -> set[int]:
         """N of every tensor-core instruction."""
         return {int(match[2]) for opcode in self.opcodes if (match := GEMM.match(opcode))}
+
+    def exponentials_between_waits(self) -> list[int]:
+        """For each wait that leaves one wgmma group in flight: how many exponentials come before the wait for that."""
+        counts, open_count = [], None
+        for item in self.order:
+            if item == EXPONENTIAL:
+                open_count = open_count if open_count is None else open_count + 1
+            elif item == "wait 1":
+                open_count = 0
+            elif open_count is not None:
+                counts.append(open_count)
+                open_count = None
+        return counts
 
     def count(self, base: str) -> int:
         """How many instructions have ``base`` as the part of their opcode before the first dot."""
@@ -71,6 +86,10 @@ def parse(text: str) -> list[Function]:
             functions.append(Function(match[1]))
         elif functions and (match := INSTRUCTION.match(line)):
             functions[-1].opcodes[match[1]] += 1
+            if match[1] == EXPONENTIAL:
+                functions[-1].order.append(EXPONENTIAL)
+            elif match[1].startswith("WARPGROUP.DEPBAR"):
+                functions[-1].order.append(f"wait {int(match[2].split()[-1], 0)}")
             if match[1].startswith("USETMAXREG"):
                 functions[-1].register_requests.append(
                     int(re.findall(r"\b0x[0-9a-f]+|\b\d+", match[2])[-1], 0)

@@ -28,7 +28,6 @@ struct FwdTile {
   int m, n;
   int kv_stages, q_stages;
   int mma_warpgroups;
-  bool q_in_registers;    // where the S GEMM takes Q from: registers, or shared memory
   bool dynamic_schedule;  // tiles are handed out by an atomic counter instead of a fixed stride
 };
 

@@ -57,8 +57,7 @@ def registers(row: Fwd | Bwd) -> int:
         scores = rows_per_thread * row.n  # fp32
         probabilities = scores / 2  # two to a register; live beside the next step's scores
         output = rows_per_thread * head_dim
-        queries = output / 2 if row.q_in_registers else 0  # two to a register
-        return int(scores + probabilities + output + queries) + OTHER_REGISTERS
+        return int(scores + probabilities + output) + OTHER_REGISTERS
     threads = row.mma_warpgroups * WARPGROUP_THREADS
     d_key_value = 2 * row.n * head_dim / threads
     scores = row.n * row.m / threads

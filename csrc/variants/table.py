@@ -6,7 +6,6 @@ A row names what a call asks for (dtype, head_dim, mask), how the kernel runs it
 layout, the registers, the instructions or the load path; all else is a run-time parameter.
 """
 
-# ruff: noqa: E501  (a row of the tables is one line)
 from __future__ import annotations
 
 import itertools
@@ -29,7 +28,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Fwd:
-    """A forward row: ``m`` query rows per CTA tile, ``n`` keys per step; S takes Q from registers or not."""
+    """A forward row: ``m`` query rows per CTA tile, ``n`` keys per step."""
 
     key: Key
     m: int
@@ -37,7 +36,6 @@ class Fwd:
     kv_stages: int
     q_stages: int
     mma_warpgroups: int
-    q_in_registers: bool
     dynamic_schedule: bool
     why: str
     tag: str = ""  # ends the name: tells an experiment's tiles of one key apart; none is shipped
@@ -79,10 +77,10 @@ def _bwd(head_dim: int, mask: str, **tile) -> list[Bwd]:
 
 # fmt: off
 FORWARD: list[Fwd] = [
-    *_fwd( 64, "full",   m=192, n=128, kv_stages=2, q_stages=2, mma_warpgroups=3, q_in_registers=False, dynamic_schedule=False, why="E001"),
-    *_fwd( 64, "causal", m=192, n=128, kv_stages=2, q_stages=2, mma_warpgroups=3, q_in_registers=False, dynamic_schedule=True,  why="E014"),
-    *_fwd(128, "full",   m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, q_in_registers=True,  dynamic_schedule=False, why="E012"),
-    *_fwd(128, "causal", m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, q_in_registers=True,  dynamic_schedule=True,  why="E012"),
+    *_fwd( 64, "full",   m=192, n=128, kv_stages=2, q_stages=2, mma_warpgroups=3, dynamic_schedule=False, why="E001"),
+    *_fwd( 64, "causal", m=192, n=128, kv_stages=2, q_stages=2, mma_warpgroups=3, dynamic_schedule=True,  why="E014"),
+    *_fwd(128, "full",   m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, dynamic_schedule=False, why="E001"),
+    *_fwd(128, "causal", m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, dynamic_schedule=True,  why="E001"),
 ]
 
 BACKWARD: list[Bwd] = [

@@ -168,3 +168,23 @@ def test_listing_is_read_to_opcodes_widths_and_register_requests():
     assert function.gemm_widths() == {176, 128}
     assert function.register_requests == [240, 24]
     assert (function.count("UTMALDG"), function.count("HGMMA"), function.count("STL")) == (1, 2, 0)
+
+
+def test_exponentials_are_counted_between_the_two_waits_of_a_step():
+    words = [
+        "wait 0",
+        "MUFU.EX2",
+        "wait 1",
+        "MUFU.EX2",
+        "MUFU.EX2",
+        "wait 0",
+        "MUFU.EX2",
+        "wait 1",
+        "wait 0",
+    ]
+    lines = ["Function : fwd_kernel"]
+    for i, word in enumerate(words):
+        code = f"WARPGROUP.DEPBAR.LE gsb0, 0x{word[-1]}" if word[:4] == "wait" else f"{word} R1, R2"
+        lines.append(f"        /*{i * 16:04x}*/                   {code} ;")
+    (function,) = sass.parse("\n".join(lines))
+    assert function.exponentials_between_waits() == [2, 0]

@@ -67,7 +67,6 @@ def test_row_names_the_experiment_that_chose_it(row):
         (replace(BWD, mma_warpgroups=3, n=192), "mma_warpgroups 3 is not 2"),
         (replace(BWD, q_stages=3), "not powers of two"),
         (replace(BWD, m=128), "registers a thread"),
-        (replace(FWD, q_in_registers=True), "registers a thread"),
         (replace(BWD, q_stages=8), "bytes of shared memory"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

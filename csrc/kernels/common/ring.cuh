@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cutlass/arch/barrier.h>
+#include <cute/arch/util.hpp>
 
 #include "common/barriers.cuh"
 
@@ -80,6 +81,21 @@ struct Ring {
   CUTLASS_DEVICE void release(Cursor const& at) {
     compiler_fence();
     if (threadIdx.x % kThreadsPerWarp == 0) empty_barriers[at.slot].arrive();
+  }
+  // The same, but not before `value`, which is never negative (it may be NaN), is known. ptxas
+  // moves a wait for wgmma up past arithmetic, but neither past this arrival, nor this arrival past
+  // the comparison, which only looks as if it could fail.
+  CUTLASS_DEVICE void release_after(float value, Cursor const& at) {
+    if (threadIdx.x % kThreadsPerWarp == 0) {
+      asm volatile(
+          "{\n"
+          "  .reg .pred known;\n"
+          "  setp.geu.f32 known, %1, 0fBF800000;\n"  // value >= -1, or NaN
+          "  @known mbarrier.arrive.shared::cta.b64 _, [%0];\n"
+          "}" ::"r"(cute::cast_smem_ptr_to_uint(&empty_barriers[at.slot])),
+          "f"(value)
+          : "memory");
+    }
   }
 
  private:

@@ -95,17 +95,6 @@ CUTLASS_DEVICE auto make_operand_a_like(Fragment const& accumulator) {
   return make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<kSize / 8>>{});
 }
 
-// Reads a 16-bit register A operand from shared memory; each warp reads the 16 rows that it owns.
-template <class Mma, class Source, class Fragment>
-CUTLASS_DEVICE void load_operand_a(Mma const& mma, int thread, Source const& source,
-                                   Fragment& fragment) {
-  using Element = typename Fragment::value_type;
-  auto const matrices = make_tiled_copy_A(Copy_Atom<SM75_U32x4_LDSM_N, Element>{}, mma);
-  auto const of_thread = matrices.get_thread_slice(thread);
-  copy(matrices, of_thread.partition_S(as_position_independent_swizzle_tensor(source)),
-       of_thread.retile_D(fragment));
-}
-
 // Rounds fp32 values to 16 bits, pairwise.
 template <class Source, class Target>
 CUTLASS_DEVICE void convert(Source const& source, Target& target) {

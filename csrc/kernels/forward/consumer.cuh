@@ -110,15 +110,16 @@ struct FwdConsumer {
   template <class Output>
   CUTLASS_DEVICE void attend(WorkTile tile, BlockRange blocks, typename T::MmaPV& mma_pv, Output& o,
                              OnlineSoftmax& softmax) {
-    int const thread = threadIdx.x - kThreadsPerWarpgroup;
+    // Descriptors are the same for a whole warpgroup. Of an index that ptxas knows to be so they
+    // stay in uniform registers, of threadIdx.x each step would move them there again.
+    int const first_thread = warpgroup * kThreadsPerWarpgroup;
     typename T::MmaQK mma_qk;
-    auto const thread_qk = mma_qk.get_thread_slice(thread);
-    auto const thread_pv = mma_pv.get_thread_slice(thread);
+    auto const thread_qk = mma_qk.get_thread_slice(first_thread);
+    auto const thread_pv = mma_pv.get_thread_slice(first_thread);
     Tensor sQ = make_tensor(make_smem_ptr(smem.q[q_at.slot]), typename T::LayoutQ{});
     Tensor sK = make_tensor(make_smem_ptr(smem.k[0]), typename T::LayoutKV{});
     Tensor sVt = make_tensor(make_smem_ptr(smem.v[0]), transposed(typename T::LayoutKV{}));
-    Tensor tSrQ = thread_qk.partition_fragment_A(sQ);  // (MMA, 1, head_dim / 16)
-    if constexpr (Row::tile.q_in_registers) load_operand_a(mma_qk, thread, sQ, tSrQ);
+    Tensor tSrQ = thread_qk.partition_fragment_A(sQ);   // (MMA, 1, head_dim / 16)
     Tensor tSrK = thread_qk.partition_fragment_B(sK);   // (MMA, 1, head_dim / 16, slots)
     Tensor tOrV = thread_pv.partition_fragment_B(sVt);  // (MMA, 1, n / 16, slots)
 
@@ -152,11 +153,13 @@ struct FwdConsumer {
       issue_gemm<Accumulate::kAdd>(mma_pv, p, tOrV(_, _, _, v_at.slot), o);
       pass_turn();
       warpgroup_wait<1>();  // S of block n
-      smem.k_ring.release(k_at);
-      k_at.advance();
       auto scores_next = rows_and_columns(s_next);
       if constexpr (decltype(masked)::value) mask_scores(scores_next, first_row, n);
       softmax.step(scores_next, correction);
+      // K could go earlier. Here it holds the wait for P V back until the maxima and a third of the
+      // exponentials are done, all of which run under P V then (E015).
+      smem.k_ring.release_after(correction[1], k_at);
+      k_at.advance();
       warpgroup_wait<0>();  // O with block n - 1
       smem.v_ring.release(v_at);
       v_at.advance();
@@ -184,7 +187,7 @@ struct FwdConsumer {
         typename T::MmaQKHalf mma_half;
         Tensor sK_half = local_tile(sK, Shape<Int<kHalf>, Int<T::kHeadDim>, Int<T::kKvSlots>>{},
                                     make_coord(0, 0, 0));
-        Tensor tSrK_half = mma_half.get_thread_slice(thread).partition_fragment_B(sK_half);
+        Tensor tSrK_half = mma_half.get_thread_slice(first_thread).partition_fragment_B(sK_half);
         Tensor p_half = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<kHalf / 16>>{});
         step(true_type{}, Int<kHalf>{}, mma_half, tSrK_half, p_half);
         finish(p_half);
@@ -207,11 +210,9 @@ struct FwdConsumer {
     softmax.finish(inverse_sum, lse);
     scale_rows(o, inverse_sum);
     write_lse(tile, lse);
-    if constexpr (!Row::tile.q_in_registers) {
-      // All four warps have retired their reads of the warpgroup's rows of Q before O overwrites
-      // them.
-      named_barrier_sync(barrier_at(FwdBarrier::kWarpgroup, warpgroup), kThreadsPerWarpgroup);
-    }
+    // All four warps have retired their reads of the warpgroup's rows of Q before O overwrites
+    // them.
+    named_barrier_sync(barrier_at(FwdBarrier::kWarpgroup, warpgroup), kThreadsPerWarpgroup);
     int const row = warp_row_in_tile(warpgroup);
     Tensor rounded = make_tensor<Element>(o.layout());
     convert(o, rounded);

@@ -32,39 +32,41 @@ struct OnlineSoftmax {
 
   // Turns scores into probabilities relative to the running maximum, in place, and reports in
   // `correction` what everything summed before must be multiplied by.
+  //
+  // Maxima, exponentials, sums, each over both rows and each one plain chain: of this order ptxas
+  // makes a loop in which the rescaling of O and the rounding of P fill the gaps between the
+  // exponentials. Two chains per row, or a sum of the block's own, end in a slower one (E015).
   template <class Scores>
   CUTLASS_DEVICE void step(Scores& scores, float (&correction)[kRows]) {
+    float max_log2[kRows];
     CUTLASS_PRAGMA_UNROLL
     for (int r = 0; r < kRows; ++r) {
       float const previous = row_max[r];
-      // Two chains each for the maximum and the sum: one would wait out its own latency at every
-      // element.
-      float even = previous, odd = scores(r, 1);
+      float current = previous;
       CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < size<1>(scores); j += 2) {
-        even = fmaxf(even, scores(r, j));
-        odd = fmaxf(odd, scores(r, j + 1));
-      }
-      float current = fmaxf(even, odd);
+      for (int j = 0; j < size<1>(scores); ++j) current = fmaxf(current, scores(r, j));
       current = quad_reduce(current, [](float a, float b) { return fmaxf(a, b); });
       row_max[r] = current;
       // A row that has seen no key yet: -inf minus -inf would be NaN; any finite maximum gives
       // exp2(-inf) = 0.
       float const maximum = current == -INFINITY ? 0.f : current;
-      float const max_log2 = maximum * scale_log2;
+      max_log2[r] = maximum * scale_log2;
       // The difference first: it is exactly 0 while the maximum stands, and the correction
       // exactly 1. Products rounded apart would differ by an ulp, which a long row multiplies up.
       correction[r] = exp2f((previous - maximum) * scale_log2);
-      even = odd = 0.f;  // the block's own sum: a long row adds to its total once a block, not once
-                         // an element
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int r = 0; r < kRows; ++r) {
       CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < size<1>(scores); j += 2) {
-        scores(r, j) = exp2f(scores(r, j) * scale_log2 - max_log2);
-        scores(r, j + 1) = exp2f(scores(r, j + 1) * scale_log2 - max_log2);
-        even += scores(r, j);
-        odd += scores(r, j + 1);
+      for (int j = 0; j < size<1>(scores); ++j) {
+        scores(r, j) = exp2f(scores(r, j) * scale_log2 - max_log2[r]);
       }
-      row_sum[r] = row_sum[r] * correction[r] + (even + odd);
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      row_sum[r] *= correction[r];
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < size<1>(scores); ++j) row_sum[r] += scores(r, j);
     }
   }
 

@@ -31,17 +31,11 @@ struct FwdTraits {
   using Schedule = std::conditional_t<Row::tile.dynamic_schedule, DynamicSchedule, StaticSchedule>;
 
   using WarpgroupsAlongM = Layout<Shape<Int<kMmaWarpgroups>, _1, _1>>;
-  // S (m x n) = Q K^T, K from shared memory. So is Q, or, where registers allow, it is read into
-  // them once a tile: each step then asks a seventh less of shared memory (E012).
+  // S (m x n) = Q K^T, both from shared memory.
   template <int kKeys>
-  using MmaQKOf = std::conditional_t<
-      Row::tile.q_in_registers,
-      decltype(make_tiled_mma(GMMA::rs_op_selector<Element, Element, float,
-                                                   Shape<Int<kM>, Int<kKeys>, Int<kHeadDim>>>(),
-                              WarpgroupsAlongM{})),
-      decltype(make_tiled_mma(GMMA::ss_op_selector<Element, Element, float,
-                                                   Shape<Int<kM>, Int<kKeys>, Int<kHeadDim>>>(),
-                              WarpgroupsAlongM{}))>;
+  using MmaQKOf = decltype(make_tiled_mma(
+      GMMA::ss_op_selector<Element, Element, float, Shape<Int<kM>, Int<kKeys>, Int<kHeadDim>>>(),
+      WarpgroupsAlongM{}));
   using MmaQK = MmaQKOf<kN>;
   // Under a causal mask the warpgroups of a tile with more rows than keys a step end in different
   // blocks, and often in the middle of one: each then visits only what its own rows see (E014).
