@@ -27,15 +27,16 @@ def overhead_cell(dtype: str, head_dim: int) -> Cell:
     return Cell("fwd", dtype, head_dim, causal=True, seqlen=128, batch=1, heads=8, heads_kv=8)
 
 
-def make_calls(cell: Cell, implementation: Implementation, values: dict) -> dict[str, Callable]:
+def make_call(what: str, cell: Cell, implementation: Implementation, values: dict) -> Callable:
+    """One of WHAT."""
+    if what == "forward":
+        return forward_call(cell, implementation, values)
+    if what == "backward":
+        return backward_call(cell, implementation, values)
     leaves = [to_layout(values[x], implementation.layout).detach().clone() for x in "qkv"]
     for leaf in leaves:
         leaf.requires_grad_()
-    return {
-        "forward": forward_call(cell, implementation, values),
-        "recording": partial(implementation.forward, *leaves, cell.causal),
-        "backward": backward_call(cell, implementation, values),
-    }
+    return partial(implementation.forward, *leaves, cell.causal)
 
 
 def host_microseconds(call: Callable, implementation: Implementation, device, calls: int) -> float:
@@ -58,7 +59,8 @@ def measure_overhead(
     device: torch.device,
     rounds: int,
 ) -> dict:
-    """{"cell", "results": {name: {"forward": {us_median, us_q1, us_q3}, ...} | {"error"}}}.
+    """{"cell", "results": {name: {"forward": {us_median, us_q1, us_q3}, ..., "error"}}}; "error" only where one of WHAT
+    raised, which then lacks.
 
     The implementations take turns in each of `rounds` rounds, with the garbage collector off.
     """
@@ -68,14 +70,16 @@ def measure_overhead(
     results: dict[str, dict] = {}
     ready = []
     for implementation in implementations:
-        try:
-            made = make_calls(cell, implementation, values)
-            for call in made.values():
+        made = {}
+        for what in WHAT:
+            try:
+                call = make_call(what, cell, implementation, values)
                 host_microseconds(call, implementation, device, calls)
-            ready.append((implementation, made))
-        except Exception as error:
-            record_error(error, results, implementation.name, device)
-    samples = {item.name: {what: [] for what in WHAT} for item, _ in ready}
+                made[what] = call
+            except Exception as error:
+                record_error(error, results, implementation.name, device)
+        ready.append((implementation, made))
+    samples = {item.name: {what: [] for what in made} for item, made in ready}
     gc.collect()
     gc.disable()
     try:
@@ -87,7 +91,7 @@ def measure_overhead(
     finally:
         gc.enable()
     for name, by_kind in samples.items():
-        results[name] = {
+        results[name] = results.get(name, {}) | {
             what: dict(zip(("us_q1", "us_median", "us_q3"), quartiles(values), strict=True))
             for what, values in by_kind.items()
         }

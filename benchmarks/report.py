@@ -59,13 +59,15 @@ def tflops_text(value: float) -> str:
 
 
 def speed_rows(result: dict, group: tuple, by_seqlen: dict, seqlens: list[int]) -> list[list[str]]:
-    """One row per implementation that ran here (best figure in bold), then flash3's share."""
+    """One row per implementation that ran in one of the cells (best figure in bold), then flash3's share."""
     rows = []
     best = {
         s: max((tflops_of(c, n) or 0 for n in c["results"]), default=0)
         for s, c in by_seqlen.items()
     }
     for name, label in labels(result).items():
+        if all(tflops_of(cell, name) is None for cell in by_seqlen.values()):
+            continue  # the notes say why
         row = [f"{group_title(group)}: {label}"]
         for s in seqlens:
             value = tflops_of(by_seqlen[s], name) if s in by_seqlen else None

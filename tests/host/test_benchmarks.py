@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import compare, gate, report, runner, timing
+from benchmarks import compare, gate, overhead, report, runner, timing
 from benchmarks.__main__ import main
-from benchmarks.baselines import BHSD, find_implementations
+from benchmarks.baselines import BHSD, Implementation, find_implementations
 from benchmarks.problem import make_call, make_values, to_layout
 from benchmarks.shapes import Cell, grid
 
@@ -255,6 +255,26 @@ def test_a_wrong_kernel_and_a_raising_baseline_are_reported_not_timed():
     assert results["flash3"]["error"].startswith("WrongResult: out differs from sdpa")
     assert results["fa4"] == {"error": "RuntimeError: no kernel for this shape"}
     assert results["sdpa"]["samples"] == 2
+
+
+class ForwardOnly(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q):
+        return q.clone()
+
+    @staticmethod
+    def backward(ctx, dout):
+        raise RuntimeError("this build has no backward")
+
+
+def test_a_forward_only_implementation_has_its_forward_overhead():
+    forward_only = Implementation(
+        "fa3", "fa3", BHSD, lambda q, k, v, causal: ForwardOnly.apply(q), "1"
+    )
+    results = overhead.measure_overhead([forward_only], "bf16", 64, CPU, rounds=2)["results"]
+    assert results["fa3"]["error"] == "RuntimeError: this build has no backward"
+    assert results["fa3"]["forward"]["us_median"] > 0
+    assert set(results["fa3"]) == {"error", "forward", "recording"}
 
 
 def test_tiny_run_on_cpu_end_to_end(tmp_path, capsys):

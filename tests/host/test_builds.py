@@ -14,7 +14,6 @@ from variants.table import all_rows
 
 from benchmarks import __main__ as benchmarks_main
 from benchmarks import compare
-from benchmarks.baselines import BSHD, Implementation
 from benchmarks.builds import check, command, library, measure, report
 from benchmarks.builds.call import prepare
 from benchmarks.shapes import Cell, grid
@@ -399,16 +398,3 @@ def test_shipped_table_has_one_row_for_a_key():
         limits.check([TAGGED, TAGGED], one_row_per_key=False)
     with pytest.raises(limits.LimitError, match="tag 'a-b' is no part of a name"):
         limits.check([replace(FULL, tag="a-b")])
-
-
-def test_peers_are_found_by_name_and_a_missing_one_is_named(monkeypatch):
-    made = [Implementation(name, name, BSHD, None, "1") for name in ("flash3", "cudnn", "fa2")]
-    missing = {"fa3": "flash_attn_interface: not installed"}
-    monkeypatch.setattr(command, "find_implementations", lambda device: (made, missing))
-    gpu = torch.device("cuda")
-    assert [peer.name for peer in command.find_peers(["fa2", "cudnn"], gpu)] == ["fa2", "cudnn"]
-    with pytest.raises(ValueError, match="--peers: fa3: flash_attn_interface: not installed"):
-        command.find_peers(["cudnn", "fa3"], gpu)
-    with pytest.raises(ValueError, match="--peers: flash3: one of cudnn, fa2 is accepted"):
-        command.find_peers(["flash3"], gpu)
-    assert [peer.name for peer in command.find_peers(["cudnn"], CPU)] == ["cudnn", "fa2"]
