@@ -32,10 +32,11 @@ class RowCall:
         return {name: self.tensors[name] for name in RESULTS[self.row.mode]}
 
     def poison(self) -> None:
-        """NaN in every result and every byte of the workspace set: what is not written shows."""
+        """NaN in every result, and every byte of the backward's workspace set: what is not written shows."""
         for tensor in self.results().values():
             tensor.fill_(math.nan)
-        self.workspace.fill_(255)
+        if self.row.mode == "bwd":
+            self.workspace.fill_(255)
 
 
 def make_results(mode: str, q, k, v) -> dict[str, torch.Tensor]:
@@ -72,7 +73,8 @@ def prepare(
         stream=torch.cuda.current_stream(q.device).cuda_stream if cuda else None,
         **{name: tensor.data_ptr() for name, tensor in tensors.items()},
     )
-    workspace = torch.empty(
+    # Zeros: the forward's is a tile counter, which a launch leaves at 0.
+    workspace = torch.zeros(
         library.workspace_bytes(row.mode, call), dtype=torch.uint8, device=q.device
     )
     call.workspace = workspace.data_ptr()

@@ -11,6 +11,7 @@
 #include "ops.h"
 #include "plan.h"
 #include "tensor_view.h"
+#include "tile_counter.h"
 
 namespace flash3 {
 
@@ -37,8 +38,9 @@ std::tuple<Tensor, Tensor> forward(Tensor const& q_tensor, Tensor const& k_tenso
   FwdPlan const plan = plan_fwd(problem, device.num_sms);
   TmaOperand const q_operand = tma_operand(q), k_operand = tma_operand(k),
                    v_operand = tma_operand(v);
-  std::optional<Tensor> tile_counter;
-  if (plan.workspace_bytes > 0) tile_counter = empty<1>({1}, aoti_torch_dtype_int32(), q.placement);
+  cudaStream_t const stream = current_stream(device.index);
+  std::optional<Tensor> counter;
+  if (plan.workspace_bytes > 0) counter = tile_counter(stream, q.placement);
 
   FwdParams const params{
       .problem = problem,
@@ -47,10 +49,10 @@ std::tuple<Tensor, Tensor> forward(Tensor const& q_tensor, Tensor const& k_tenso
       .v = v_operand.view,
       .o = output_view(out, q),
       .lse = static_cast<float*>(lse.mutable_data_ptr()),
-      .tile_counter = tile_counter ? static_cast<int*>(tile_counter->mutable_data_ptr()) : nullptr,
+      .tile_counter = counter ? static_cast<int*>(counter->mutable_data_ptr()) : nullptr,
       .grid = plan.grid,
   };
-  plan.row->launch(params, current_stream(device.index));
+  plan.row->launch(params, stream);
   return {std::move(out), std::move(lse)};
 }
 

@@ -37,12 +37,11 @@ struct Problem {
 
 struct FwdParams {
   Problem problem;
-  TensorView q, k, v;    // inputs
-  TensorView o;          // (b, sq, hq, d)
-  float* lse = nullptr;  // (b, hq, sq), natural log, contiguous
-  int* tile_counter =
-      nullptr;   // one int, zeroed by the launcher; null if the row's scheduler is static
-  int grid = 0;  // persistent CTAs
+  TensorView q, k, v;           // inputs
+  TensorView o;                 // (b, sq, hq, d)
+  float* lse = nullptr;         // (b, hq, sq), natural log, contiguous
+  int* tile_counter = nullptr;  // one int, 0 before and after; null if the row's schedule is static
+  int grid = 0;                 // persistent CTAs
 };
 
 struct BwdParams {

@@ -49,6 +49,55 @@ def test_current_stream(case, flash3_rows):
     assert_equal(results, expected)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_streams_side_by_side(head_dim, flash3_rows):
+    """Calls on different streams overlap, and share nothing: schedules count their tiles per stream."""
+    flash3_rows(BF16, head_dim, True)
+    cases = [Case(s, s, head_dim, num_heads_q=h) for s, h in ((2000, 16), (130, 40), (700, 4))]
+    inputs = [case.inputs(BF16, "cuda") for case in cases]
+
+    def attend(index):
+        x = inputs[index % len(inputs)]
+        return flash3.flash_attn_func(x.q, x.k, x.v, causal=True)
+
+    expected = [attend(i) for i in range(len(cases))]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    results = []
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(20_000_000)  # the host gets ahead of all of them
+    for i in range(60):
+        with torch.cuda.stream(streams[i % 3]):
+            results.append(attend(i // 3 + i))
+    torch.cuda.synchronize()
+    assert_equal(results, [expected[(i // 3 + i) % len(cases)] for i in range(60)])
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_forward_is_one_launch(case, flash3_rows):
+    flash3_rows(BF16, case.head_dim, case.causal)
+    inputs = case.inputs(BF16, "cuda")
+
+    def attend():
+        return flash3.flash_attn_func(inputs.q, inputs.k, inputs.v, causal=case.causal)
+
+    attend()
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        attend()
+        torch.cuda.synchronize()
+    on_gpu = [
+        event.name
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    if not on_gpu:
+        pytest.skip("the profiler sees no GPU activity here")
+    assert len(on_gpu) == 1 and "fwd_kernel" in on_gpu[0]
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_second_device(case, flash3_rows):

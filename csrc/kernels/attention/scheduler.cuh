@@ -55,17 +55,24 @@ inline int heads_per_section(long long head_bytes, int least, int heads_total) {
   return static_cast<int>(std::min<long long>(std::max<long long>(heads, least), heads_total));
 }
 
-// The sequence of tile indices of one CTA of a persistent grid.
+// The sequence of tile indices of one CTA of a persistent grid. The CTA asks once after each tile
+// that it has, and says what it was answered when it no longer minds waiting for the answer.
 struct StaticSchedule {
   CUTLASS_DEVICE int first() const { return blockIdx.x; }
   CUTLASS_DEVICE int after(int index) const { return index + gridDim.x; }
+  CUTLASS_DEVICE void answered(int, int) const {}
 };
 
 struct DynamicSchedule {
-  int* counter;  // tiles handed out so far beyond each CTA's first
+  int* counter;  // tiles asked for so far beyond each CTA's first; 0 before and after the launch
 
   CUTLASS_DEVICE int first() const { return blockIdx.x; }
   CUTLASS_DEVICE int after(int) const { return gridDim.x + atomicAdd(counter, 1); }
+  // Each tile is asked a successor for, so the answer of the last asker is known: nobody uses the
+  // counter after it.
+  CUTLASS_DEVICE void answered(int next, int num_tiles) const {
+    if (next - int(gridDim.x) == num_tiles - 1) *counter = 0;
+  }
 };
 
 }  // namespace flash3

@@ -62,9 +62,6 @@ void launch_fwd(FwdParams const& params, cudaStream_t stream) {
   constexpr int kSmemBytes = sizeof(FwdSmem<Row>);
   static_assert(kSmemBytes <= kMaxSmemBytes, "the row's tile does not fit into shared memory");
   FwdArgs<Row> const args = make_fwd_args<Row>(params);
-  if constexpr (Row::tile.dynamic_schedule) {
-    FLASH3_CUDA_CHECK(cudaMemsetAsync(params.tile_counter, 0, sizeof(int), stream));
-  }
   allow_smem<fwd_kernel<Row>>(kSmemBytes);
   fwd_kernel<Row><<<params.grid, FwdTraits<Row>::kThreads, kSmemBytes, stream>>>(args);
   FLASH3_CUDA_CHECK(cudaGetLastError());

@@ -24,6 +24,7 @@ struct FwdProducer {
       WorkTile const tile = args.order(index);
       publish(tile);
       load(tile);
+      args.schedule.answered(next, args.num_tiles);
       index = next;
     }
     publish(kNoMoreTiles);
