@@ -85,6 +85,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     command = commands.add_parser("report", help="tables and plots of a result file, without a GPU")
     command.add_argument("result", type=Path)
     command.add_argument("--readme", type=Path, help="file whose <!-- bench:NAME --> to fill")
+    prefix = "what the NAMEs of this result begin with, e.g. d256: for <!-- bench:d256:fwd -->"
+    command.add_argument("--prefix", default="", help=prefix)
     output_arguments(command)
     args = parser.parse_args(argv)
     if getattr(args, "plot", False) and not args.out:
@@ -199,7 +201,8 @@ def main(argv: list[str] | None = None) -> int:
         write(args, result, found)
     if args.command == "report":
         if args.readme:
-            filled = report.update_file(args.readme, report.blocks(result, found))
+            made = {args.prefix + name: x for name, x in report.blocks(result, found).items()}
+            filled = report.update_file(args.readme, made)
             print(f"Filled in {args.readme}: {', '.join(filled)}")
         return 0
     return 1 if failed(result) else 0

@@ -51,7 +51,7 @@ MaskKind mask_from(std::string const& given) {
 py::dict to_dict(FwdTile const& tile) {
   return py::dict("m"_a = tile.m, "n"_a = tile.n, "kv_stages"_a = tile.kv_stages,
                   "q_stages"_a = tile.q_stages, "mma_warpgroups"_a = tile.mma_warpgroups,
-                  "dynamic_schedule"_a = tile.dynamic_schedule);
+                  "pingpong"_a = tile.pingpong, "dynamic_schedule"_a = tile.dynamic_schedule);
 }
 
 py::dict to_dict(BwdTile const& tile) {

@@ -28,6 +28,7 @@ struct FwdTile {
   int m, n;
   int kv_stages, q_stages;
   int mma_warpgroups;
+  bool pingpong;          // warpgroups take turns to issue their GEMMs
   bool dynamic_schedule;  // tiles are handed out by an atomic counter instead of a fixed stride
 };
 

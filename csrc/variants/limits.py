@@ -72,7 +72,8 @@ def gemm_widths(row: Fwd | Bwd) -> set[int]:
     """N of every wgmma that the row issues: nothing narrower than its tile allows."""
     head_dim = row.key.head_dim
     if isinstance(row, Fwd):
-        half_steps = row.key.mask == "causal" and row.m > row.n  # kOwnRange of forward/traits.cuh
+        # kHalfSteps of forward/traits.cuh
+        half_steps = row.key.mask == "causal" and row.m > row.n and row.n % 32 == 0
         return {row.n, head_dim} | ({row.n // 2} if half_steps else set())  # S = Q K^T, O = P V
     # dQ (m x head_dim) is split over the warpgroups by rows where m allows it, else by columns.
     d_query = head_dim * (row.m // WARPGROUP_ROWS) // row.mma_warpgroups

@@ -6,6 +6,7 @@ A row names what a call asks for (dtype, head_dim, mask), how the kernel runs it
 layout, the registers, the instructions or the load path; all else is a run-time parameter.
 """
 
+# ruff: noqa: E501  (a row of the tables is one line)
 from __future__ import annotations
 
 import itertools
@@ -36,6 +37,7 @@ class Fwd:
     kv_stages: int
     q_stages: int
     mma_warpgroups: int
+    pingpong: bool
     dynamic_schedule: bool
     why: str
     tag: str = ""  # ends the name: tells an experiment's tiles of one key apart; none is shipped
@@ -77,10 +79,14 @@ def _bwd(head_dim: int, mask: str, **tile) -> list[Bwd]:
 
 # fmt: off
 FORWARD: list[Fwd] = [
-    *_fwd( 64, "full",   m=192, n=128, kv_stages=2, q_stages=2, mma_warpgroups=3, dynamic_schedule=False, why="E001"),
-    *_fwd( 64, "causal", m=192, n=128, kv_stages=2, q_stages=2, mma_warpgroups=3, dynamic_schedule=True,  why="E014"),
-    *_fwd(128, "full",   m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, dynamic_schedule=False, why="E001"),
-    *_fwd(128, "causal", m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, dynamic_schedule=True,  why="E001"),
+    *_fwd( 64, "full",   m=192, n=128, kv_stages=2, q_stages=2, mma_warpgroups=3, pingpong=True,  dynamic_schedule=False, why="E001"),
+    *_fwd( 64, "causal", m=192, n=128, kv_stages=2, q_stages=2, mma_warpgroups=3, pingpong=True,  dynamic_schedule=True,  why="E014"),
+    *_fwd(128, "full",   m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, pingpong=False, dynamic_schedule=False, why="E016"),
+    *_fwd(128, "causal", m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, pingpong=False, dynamic_schedule=True,  why="E016"),
+    *_fwd(192, "full",   m=128, n=112, kv_stages=2, q_stages=1, mma_warpgroups=2, pingpong=True,  dynamic_schedule=False, why="E016"),
+    *_fwd(192, "causal", m=128, n=112, kv_stages=2, q_stages=1, mma_warpgroups=2, pingpong=True,  dynamic_schedule=True,  why="E016"),
+    *_fwd(256, "full",   m=128, n=80,  kv_stages=2, q_stages=1, mma_warpgroups=2, pingpong=True,  dynamic_schedule=False, why="E016"),
+    *_fwd(256, "causal", m=128, n=80,  kv_stages=2, q_stages=1, mma_warpgroups=2, pingpong=True,  dynamic_schedule=True,  why="E016"),
 ]
 
 BACKWARD: list[Bwd] = [
@@ -95,6 +101,8 @@ BACKWARD: list[Bwd] = [
 CORE = (
     "fwd_bf16_hd128_full",
     "fwd_bf16_hd64_causal",
+    "fwd_bf16_hd192_full",
+    "fwd_bf16_hd256_causal",
     "bwd_bf16_hd128_causal",
     "bwd_bf16_hd64_full",
 )

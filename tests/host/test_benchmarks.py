@@ -194,10 +194,15 @@ def test_report_command_renders_a_file_without_a_gpu(tmp_path, capsys):
     source = tmp_path / "made-up.json"
     source.write_text(json.dumps(made_up_result()))
     readme = tmp_path / "README.md"
-    readme.write_text("<!-- bench:bwd -->\n<!-- /bench:bwd -->\n")
+    readme.write_text(
+        "<!-- bench:bwd -->\n<!-- /bench:bwd -->\n<!-- bench:d64:fwd -->\n<!-- /bench:d64:fwd -->\n"
+    )
     command = ["report", str(source), "--compare", str(TARGETS), "--readme", str(readme)]
     assert main([*command, "--out", str(tmp_path / "out"), "--name", "h200", "--plot"]) == 0
     assert "Backward, TFLOP/s" in readme.read_text()
+    assert "Forward, TFLOP/s" not in readme.read_text()
+    assert main([*command, "--prefix", "d64:"]) == 0
+    assert "Forward, TFLOP/s" in readme.read_text()
     for mode in ("fwd", "bwd"):
         png = tmp_path / f"out/h200-{mode}.png"
         assert png.read_bytes().startswith(b"\x89PNG") and png.stat().st_size > 20_000

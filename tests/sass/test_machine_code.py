@@ -55,12 +55,12 @@ def test_ptxas_has_no_performance_complaint(report):
 
 
 def test_softmax_starts_under_the_second_gemm(main_kernel, row):
-    """A forward step waits for P V only when some exponentials are done; ptxas would move that wait up (E015)."""
+    """A forward step waits for P V after its first exponentials; ptxas would move that wait in front of them (E015)."""
     if row.name.startswith("bwd"):
         return
     between = main_kernel.exponentials_between_waits()
     assert len(between) >= 2, "the loops with and without a mask"
-    assert min(between) >= 10, between
+    assert min(between) > 0, between
 
 
 def test_object_has_no_torch_or_python_symbol(objects, row):

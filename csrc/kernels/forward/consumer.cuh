@@ -1,7 +1,8 @@
 // A consumer warpgroup: 64 query rows of the tile through S = Q K^T, softmax, O += P V.
 //
 // Two overlaps hide the softmax behind the tensor cores (FlashAttention-3, sections 3.1 and 3.2):
-//   pingpong   a warpgroup issues its GEMMs in its turn, so another's softmax runs under them;
+//   pingpong   a warpgroup issues its GEMMs in its turn, so another's softmax runs under them (rows
+//              that ask for it: elsewhere they fall into step by themselves, E016);
 //   overlap    within a warpgroup, S of the next key block is computed while P V of this one is in
 //   flight.
 #pragma once
@@ -39,11 +40,15 @@ struct FwdConsumer {
 
  private:
   CUTLASS_DEVICE void await_turn() {
-    named_barrier_sync(barrier_at(FwdBarrier::kTurn, warpgroup), 2 * kThreadsPerWarpgroup);
+    if constexpr (Row::tile.pingpong) {
+      named_barrier_sync(barrier_at(FwdBarrier::kTurn, warpgroup), 2 * kThreadsPerWarpgroup);
+    }
   }
   CUTLASS_DEVICE void pass_turn() {
-    int const next = warpgroup + 1 == T::kMmaWarpgroups ? 0 : warpgroup + 1;
-    named_barrier_arrive(barrier_at(FwdBarrier::kTurn, next), 2 * kThreadsPerWarpgroup);
+    if constexpr (Row::tile.pingpong) {
+      int const next = warpgroup + 1 == T::kMmaWarpgroups ? 0 : warpgroup + 1;
+      named_barrier_arrive(barrier_at(FwdBarrier::kTurn, next), 2 * kThreadsPerWarpgroup);
+    }
   }
 
   template <class Scores>
@@ -173,7 +178,7 @@ struct FwdConsumer {
       smem.v_ring.release(v_at);
       v_at.advance();
     };
-    bool const half_last = T::kOwnRange && ends_in_half(tile, blocks);
+    bool const half_last = T::kHalfSteps && ends_in_half(tile, blocks);
     int const whole_end = half_last ? blocks.end - 1 : blocks.end;
     CUTLASS_PRAGMA_NO_UNROLL
     for (++n; n < min(first_masked, whole_end); ++n) {
@@ -181,7 +186,7 @@ struct FwdConsumer {
     }
     CUTLASS_PRAGMA_NO_UNROLL
     for (; n < whole_end; ++n) step(true_type{}, Int<T::kN>{}, mma_qk, tSrK, p);
-    if constexpr (T::kOwnRange) {
+    if constexpr (T::kHalfSteps) {
       if (half_last) {
         constexpr int kHalf = T::kN / 2;
         typename T::MmaQKHalf mma_half;

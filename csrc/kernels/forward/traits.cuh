@@ -40,7 +40,8 @@ struct FwdTraits {
   // Under a causal mask the warpgroups of a tile with more rows than keys a step end in different
   // blocks, and often in the middle of one: each then visits only what its own rows see (E014).
   static constexpr bool kOwnRange = Row::key.mask == MaskKind::kCausal && (kM > kN);
-  using MmaQKHalf = MmaQKOf<kN / 2>;
+  static constexpr bool kHalfSteps = kOwnRange && kN % 32 == 0;  // a half is whole k steps of P V
+  using MmaQKHalf = MmaQKOf<kHalfSteps ? kN / 2 : kN>;
   // O (m x head_dim) += P V: P from registers, V with the reduced extent (keys) as its rows.
   using MmaPV = decltype(make_tiled_mma(
       GMMA::rs_op_selector<Element, Element, float, Shape<Int<kM>, Int<kHeadDim>, Int<kN>>,
