@@ -15,7 +15,18 @@ from .machine import describe_machine, gpu_state
 from .overhead import measure_overhead
 from .plot import plot
 from .runner import DeviceLost, Settings, measure_cell
-from .shapes import DTYPES, HEAD_DIMS, HIDDEN, MASKS, MODES, SEQLENS, TOKENS, grid
+from .shapes import (
+    DTYPES,
+    HEAD_DIMS,
+    HIDDEN,
+    MASKS,
+    MODES,
+    SEQLENS,
+    TOKENS,
+    Cell,
+    grid,
+    named_cells,
+)
 from .timing import matmul_ceiling
 
 
@@ -30,8 +41,12 @@ def as_list(values) -> str:
 def measuring_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--dtype", choices=DTYPES, default="bf16")
-    add("--head-dims", type=integers, default=list(HEAD_DIMS), help=as_list(HEAD_DIMS))
     add("--rounds", type=int, default=7, help="samples per implementation (default 7)")
+
+
+def head_dims_argument(parser: argparse.ArgumentParser) -> None:
+    default = list(HEAD_DIMS)
+    parser.add_argument("--head-dims", type=integers, default=default, help=as_list(HEAD_DIMS))
 
 
 def peers_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,15 +57,26 @@ def peers_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def grid_arguments(parser: argparse.ArgumentParser) -> None:
+    head_dims_argument(parser)
     add = parser.add_argument
     add("--seqlens", type=integers, default=list(SEQLENS), help=as_list(SEQLENS))
     add("--causal", choices=MASKS, default="both")
     add("--tokens", type=int, default=TOKENS, help="batch x seqlen")
     add("--hidden", type=int, default=HIDDEN, help="query heads x head_dim")
     add("--group", type=int, default=1, help="query heads per key/value head")
+    timing_arguments(parser)
+
+
+def timing_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add("--warmup", type=float, default=0.1, help="seconds per implementation and cell")
     add("--sample-ms", type=float, default=3.0, help="least length of one sample")
     add("--seed", type=int, default=0)
+
+
+def rotate_argument(parser: argparse.ArgumentParser) -> None:
+    rotate = "sets of inputs to go through in turn"
+    parser.add_argument("--rotate", type=int, default=1, help=rotate)
 
 
 def output_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,13 +96,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         measuring_arguments(command)
         grid_arguments(command)
         peers_arguments(command)
-        rotate = "sets of inputs to go through in turn"
-        command.add_argument("--rotate", type=int, default=1, help=rotate)
+        rotate_argument(command)
         command.add_argument(
             "--overhead", action="store_true", help="measure the call overhead too"
         )
+    command = commands.add_parser("shapes", help="time shapes that people run")
+    command.add_argument("--mode", choices=("fwd", "bwd"), default="fwd")
+    command.add_argument("--match", default="", help="only shapes whose name holds this text")
+    measuring_arguments(command)
+    peers_arguments(command)
+    timing_arguments(command)
+    rotate_argument(command)
     command = commands.add_parser("overhead", help="host time per call")
     measuring_arguments(command)
+    head_dims_argument(command)
     peers_arguments(command)
     command = commands.add_parser("builds", help="check and time kernel builds beside each other")
     builds.add_arguments(command)
@@ -91,7 +124,19 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if getattr(args, "plot", False) and not args.out:
         parser.error("--plot needs --out, the folder to write to")
+    if getattr(args, "plot", False) and args.command == "shapes":
+        parser.error("--plot draws the grid, shapes is a table")
     return args
+
+
+def cells_of(args) -> list[Cell]:
+    """What a measuring command asks for. Raises ValueError for shapes that do not divide or do not exist."""
+    if args.command == "shapes":
+        return named_cells(args.mode, args.dtype, args.match)
+    return grid(
+        MODES[args.command], args.dtype, args.head_dims, args.seqlens, MASKS[args.causal],
+        args.tokens, args.hidden, args.group,
+    )  # fmt: skip
 
 
 def measure_cells(result: dict, args, implementations, device: torch.device) -> None:
@@ -99,11 +144,7 @@ def measure_cells(result: dict, args, implementations, device: torch.device) -> 
     from tqdm import tqdm
 
     settings = Settings(args.rounds, args.warmup, args.sample_ms, args.rotate, args.seed)
-    causals = MASKS[args.causal]
-    cells = grid(
-        MODES[args.command], args.dtype, args.head_dims, args.seqlens, causals,
-        args.tokens, args.hidden, args.group,
-    )  # fmt: skip
+    cells = cells_of(args)
     size = 8192 if device.type == "cuda" else 512
     result["settings"] = vars(settings)
     result["ceiling_size"] = size
@@ -146,9 +187,9 @@ def measure(args) -> dict:
         "cells": [],
     }
     try:
-        if args.command in MODES:
+        if args.command != "overhead":
             measure_cells(result, args, implementations, device)
-        if args.command == "overhead" or args.overhead:
+        if args.command == "overhead" or getattr(args, "overhead", False):
             result["overhead"] = measure_overhead(
                 implementations, args.dtype, args.head_dims[-1], device, args.rounds
             )

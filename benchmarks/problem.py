@@ -14,12 +14,13 @@ def make_values(cell: Cell, device: torch.device, seed: int) -> dict[str, torch.
     """q, k, v and dout of the cell, N(0, 1), in (batch, seqlen, heads, head_dim)."""
     generator = torch.Generator(device).manual_seed(seed)
 
-    def randn(heads: int) -> torch.Tensor:
-        shape = (cell.batch, cell.seqlen, heads, cell.head_dim)
+    def randn(seqlen: int, heads: int) -> torch.Tensor:
+        shape = (cell.batch, seqlen, heads, cell.head_dim)
         return torch.randn(shape, generator=generator, device=device).to(DTYPES[cell.dtype])
 
-    heads = {"q": cell.heads, "k": cell.heads_kv, "v": cell.heads_kv, "dout": cell.heads}
-    return {name: randn(count) for name, count in heads.items()}
+    queries, keys = (cell.seqlen, cell.heads), (cell.keys, cell.heads_kv)
+    shapes = {"q": queries, "k": keys, "v": keys, "dout": queries}
+    return {name: randn(*shape) for name, shape in shapes.items()}
 
 
 def to_layout(tensor: torch.Tensor, layout: str) -> torch.Tensor:

@@ -36,7 +36,7 @@ def groups(result: dict, mode: str) -> list[tuple[tuple, list[dict]]]:
     def key(cell: dict) -> tuple:
         return cell["dtype"], cell["head_dim"], cell["causal"]
 
-    cells = [cell for cell in result["cells"] if cell["mode"] == mode]
+    cells = [c for c in result["cells"] if c["mode"] == mode and not c.get("name")]
     cells.sort(key=lambda cell: (*key(cell), cell["seqlen"]))
     return [(name, list(members)) for name, members in groupby(cells, key)]
 
@@ -213,8 +213,30 @@ def notes(result: dict) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
+def named_table(result: dict, mode: str) -> str:
+    """Cells that have a name, one a row: TFLOP/s of each implementation (best in bold), our time, our speed over the
+    fastest other one."""
+    names = labels(result)
+    rows = []
+    for cell in result["cells"]:
+        if cell["mode"] != mode or not cell.get("name"):
+            continue
+        speeds = {name: tflops_of(cell, name) for name in names}
+        best = max((value for value in speeds.values() if value is not None), default=None)
+        texts = [MISSING if value is None else tflops_text(value) for value in speeds.values()]
+        bold = [
+            f"**{text}**" if value is not None and value == best else text
+            for text, value in zip(texts, speeds.values(), strict=True)
+        ]
+        measured = over_fastest(cell)
+        over = f"{measured[0]:.2f} ({measured[1]})" if measured else MISSING
+        rows.append([cell["name"], *bold, time_text(cell["results"].get("flash3")), over])
+    header = [f"{MODE_TITLE[mode]}, TFLOP/s", *names.values()]
+    return markdown_table([*header, "flash3, ms (spread)", "over the fastest"], rows)
+
+
 def modes_of(result: dict) -> list[str]:
-    return [m for m in MODE_TITLE if any(cell["mode"] == m for cell in result["cells"])]
+    return [m for m in MODE_TITLE if groups(result, m)]
 
 
 def blocks(result: dict, found: list[Standing] | None = None) -> dict[str, str]:
@@ -225,6 +247,9 @@ def blocks(result: dict, found: list[Standing] | None = None) -> dict[str, str]:
         made[f"time:{mode}"] = time_table(result, mode)
         if result["machine"]["device_type"] == "cuda":
             made[f"memory:{mode}"] = memory_table(result, mode)
+    for mode in MODE_TITLE:
+        if any(cell["mode"] == mode and cell.get("name") for cell in result["cells"]):
+            made[f"shapes:{mode}"] = named_table(result, mode)
     if result.get("overhead"):
         made["overhead"] = overhead_table(result)
     if found:

@@ -1,4 +1,4 @@
-"""What is measured: one `Cell` is one shape in one mode, `grid` lists the cells of a run."""
+"""What is measured: one `Cell` is one shape in one mode; `grid` and `named_cells` list the cells of a run."""
 
 from dataclasses import asdict, dataclass
 
@@ -15,7 +15,8 @@ MODES = {"fwd": ("fwd",), "bwd": ("bwd",), "both": ("fwd", "bwd")}
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement: self-attention (seqlen_q == seqlen_k), forward or backward alone."""
+    """One measurement, forward or backward alone. A cell of the grid is self-attention (seqlen_k == seqlen) without a
+    name. With a causal mask the lengths are equal: where they are not, torch aligns it otherwise."""
 
     mode: str  # "fwd" | "bwd"
     dtype: str  # key of DTYPES
@@ -25,12 +26,18 @@ class Cell:
     batch: int
     heads: int
     heads_kv: int
+    seqlen_k: int = 0  # 0: seqlen, which then counts the queries alone
+    name: str = ""
+
+    @property
+    def keys(self) -> int:
+        return self.seqlen_k or self.seqlen
 
     @property
     def flops(self) -> float:
         """Floating point operations by the paper's count (arXiv 2407.08608, section 4.1):
-        4 b h s^2 d forward, half of it when causal, 2.5 times it backward."""
-        forward = 4 * self.batch * self.heads * self.seqlen**2 * self.head_dim
+        4 b h sq sk d forward, half of it when causal, 2.5 times it backward."""
+        forward = 4 * self.batch * self.heads * self.seqlen * self.keys * self.head_dim
         return forward * (0.5 if self.causal else 1.0) * (2.5 if self.mode == "bwd" else 1.0)
 
     @property
@@ -44,7 +51,7 @@ class Cell:
         return {**asdict(self), "flops": self.flops}
 
     def __str__(self) -> str:
-        return f"{self.mode} {self.dtype} d{self.head_dim} {self.mask} {self.seqlen}"
+        return self.name or f"{self.mode} {self.dtype} d{self.head_dim} {self.mask} {self.seqlen}"
 
 
 def grid(
@@ -77,3 +84,30 @@ def grid(
         for causal in causals
         for s in seqlens
     ]
+
+
+# (name, batch, query heads, key/value heads, head_dim, mask, queries, keys)
+NAMED = (
+    *[(f"Llama 3 8B prefill, {s >> 10}k", 1, 32, 8, 128, "causal", s, s) for s in (2048, 8192, 32768, 131072)],
+    *[(f"Llama 3 8B prefill, batch 8, {s >> 10}k", 8, 32, 8, 128, "causal", s, s) for s in (2048, 8192, 32768)],
+    *[(f"Llama 3 70B prefill, {s >> 10}k", 1, 64, 8, 128, "causal", s, s) for s in (2048, 8192, 32768, 131072)],
+    *[(f"Llama 3 70B prefill, batch 8, {s >> 10}k", 8, 64, 8, 128, "causal", s, s) for s in (2048, 8192)],
+    *[(f"multi-query, {s >> 10}k", 1, 32, 1, 128, "causal", s, s) for s in (2048, 8192, 32768)],
+    *[(f"8 heads, {s}", 1, 8, 8, 128, "causal", s, s) for s in (512, 1024, 2048)],
+    *[(f"image transformer, {s} patches", 64, 16, 16, 64, "full", s, s) for s in (197, 1024)],
+    *[(f"{q} queries, {k >> 10}k keys", 1, 32, 8, 128, "full", q, k) for k in (8192, 131072) for q in (1, 16, 64)],
+    ("cross-attention, 4k x 512", 4, 16, 16, 128, "full", 4096, 512),
+    ("one million tokens", 1, 8, 8, 128, "causal", 1 << 20, 1 << 20),
+)  # fmt: skip
+
+
+def named_cells(mode: str, dtype: str = "bf16", match: str = "") -> list[Cell]:
+    """Shapes that people run, those whose name holds `match`. Raises ValueError when none does."""
+    found = [
+        Cell(mode, dtype, d, mask == "causal", sq, batch, heads, heads_kv, sk, name)
+        for name, batch, heads, heads_kv, d, mask, sq, sk in NAMED
+        if match in name
+    ]
+    if not found:
+        raise ValueError(f"--match: no shape's name holds {match!r}")
+    return found

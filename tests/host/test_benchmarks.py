@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import compare, gate, overhead, report, runner, timing
+from benchmarks import compare, gate, overhead, report, runner, shapes, timing
 from benchmarks.__main__ import main
 from benchmarks.baselines import BHSD, Implementation, find_implementations
 from benchmarks.problem import make_call, make_values, to_layout
-from benchmarks.shapes import Cell, grid
+from benchmarks.shapes import Cell, grid, named_cells
 
 TARGETS = Path(__file__).parents[2] / "benchmarks/targets/h200.json"
 CPU = torch.device("cpu")
@@ -99,9 +99,12 @@ def test_interleaving_gives_every_contender_every_round_and_a_new_first():
     assert samples["c"].as_dict()["calls_per_sample"] == 2
 
 
-def test_warm_up_chooses_enough_calls_for_a_sample():
-    calls = timing.warm_up(timing.Contender("x", lambda: None), CPU, 0.01, 3.0, max_calls=50)
-    assert calls == 50
+@pytest.mark.parametrize(("call_ms", "expected"), [(0.001, 50), (0.5, 6), (0.4, 8), (7.0, 1)])
+def test_warm_up_chooses_enough_calls_for_a_sample(call_ms, expected, monkeypatch):
+    """A made-up clock: on a busy machine a real one shows calls that do nothing as long ones."""
+    monkeypatch.setattr(timing, "elapsed_ms", lambda call, calls, device: call_ms)
+    contender = timing.Contender("x", lambda: None)
+    assert timing.warm_up(contender, CPU, 0.001, 3.0, max_calls=50) == expected
 
 
 @pytest.mark.parametrize("factor", [0.8, 1.0, 1.1])
@@ -301,6 +304,33 @@ def test_tiny_run_on_cpu_end_to_end(tmp_path, capsys):
         assert f"Not measured: {name} (needs a CUDA device" in printed
     assert re.search(r"Host time per call, µs.*flash3", printed)
     assert (tmp_path / "both-bf16-bwd.png").exists() and (tmp_path / "both-bf16.md").exists()
+
+
+def test_named_shapes_are_legal_and_counted_by_their_own_lengths():
+    cells = named_cells("fwd")
+    assert len({cell.name for cell in cells}) == len(cells) == len(named_cells("bwd"))
+    for cell in cells:
+        assert cell.heads % cell.heads_kv == 0 and (not cell.causal or cell.keys == cell.seqlen)
+    (cross,) = named_cells("fwd", match="cross-attention")
+    assert cross.flops == 4 * 4 * 16 * 4096 * 512 * 128
+    values = make_values(cross, CPU, seed=0)
+    assert values["q"].shape == values["dout"].shape == (4, 4096, 16, 128)
+    assert values["k"].shape == values["v"].shape == (4, 512, 16, 128)
+
+
+def test_shapes_command_end_to_end(tmp_path, capsys, monkeypatch):
+    people = [
+        ("some queries", 1, 4, 2, 64, "full", 5, 70),
+        ("a prompt", 1, 2, 2, 64, "causal", 33, 33),
+    ]
+    monkeypatch.setattr(shapes, "NAMED", people)
+    quick = "--device cpu --rounds 2 --warmup 0 --sample-ms 0.1"
+    assert main(["shapes", *quick.split(), "--out", str(tmp_path), "--name", "x"]) == 0
+    table = (tmp_path / "x.md").read_text()
+    assert re.search(r"\| some queries +\|.*\(sdpa\) \|", table)
+    assert re.search(r"\| a prompt +\|.*\(sdpa\) \|", table)
+    assert main(["shapes", *quick.split(), "--match", "nothing like it"]) == 2
+    assert "no shape's name holds 'nothing like it'" in capsys.readouterr().err
 
 
 def test_bad_arguments_give_one_line_and_status_2(capsys):
