@@ -14,7 +14,7 @@
 
 namespace flash3 {
 
-// What a caller asks for. head_dim is the row's own (64, 128); a call's head_dim is served by the
+// What a caller asks for. head_dim is the row's own (64 to 256); a call's head_dim is served by the
 // next row above it.
 struct KernelKey {
   DType dtype;
