@@ -58,6 +58,13 @@ def tflops_text(value: float) -> str:
     return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
 
 
+def bold_if_best(value: float | None, best: float | None) -> str:
+    """TFLOP/s, in bold if that is the best."""
+    if value is None:
+        return MISSING
+    return f"**{tflops_text(value)}**" if value == best else tflops_text(value)
+
+
 def speed_rows(result: dict, group: tuple, by_seqlen: dict, seqlens: list[int]) -> list[list[str]]:
     """One row per implementation that ran in one of the cells (best figure in bold), then flash3's share."""
     rows = []
@@ -71,8 +78,7 @@ def speed_rows(result: dict, group: tuple, by_seqlen: dict, seqlens: list[int]) 
         row = [f"{group_title(group)}: {label}"]
         for s in seqlens:
             value = tflops_of(by_seqlen[s], name) if s in by_seqlen else None
-            text = MISSING if value is None else tflops_text(value)
-            row.append(f"**{text}**" if value is not None and value == best[s] else text)
+            row.append(bold_if_best(value, best.get(s)))
         rows.append(row)
     ceiling = result["ceilings"].get(group[0])
     if ceiling:
@@ -223,14 +229,10 @@ def named_table(result: dict, mode: str) -> str:
             continue
         speeds = {name: tflops_of(cell, name) for name in names}
         best = max((value for value in speeds.values() if value is not None), default=None)
-        texts = [MISSING if value is None else tflops_text(value) for value in speeds.values()]
-        bold = [
-            f"**{text}**" if value is not None and value == best else text
-            for text, value in zip(texts, speeds.values(), strict=True)
-        ]
+        texts = [bold_if_best(value, best) for value in speeds.values()]
         measured = over_fastest(cell)
         over = f"{measured[0]:.2f} ({measured[1]})" if measured else MISSING
-        rows.append([cell["name"], *bold, time_text(cell["results"].get("flash3")), over])
+        rows.append([cell["name"], *texts, time_text(cell["results"].get("flash3")), over])
     header = [f"{MODE_TITLE[mode]}, TFLOP/s", *names.values()]
     return markdown_table([*header, "flash3, ms (spread)", "over the fastest"], rows)
 

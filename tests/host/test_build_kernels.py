@@ -176,20 +176,11 @@ def test_listing_is_read_to_opcodes_widths_and_register_requests():
 
 
 def test_exponentials_are_counted_between_the_two_waits_of_a_step():
-    words = [
-        "wait 0",
-        "MUFU.EX2",
-        "wait 1",
-        "MUFU.EX2",
-        "MUFU.EX2",
-        "wait 0",
-        "MUFU.EX2",
-        "wait 1",
-        "wait 0",
-    ]
+    step = "wait0 EX2 wait1 EX2 EX2 wait0 EX2 wait1 wait0"
+    codes = {f"wait{n}": f"WARPGROUP.DEPBAR.LE gsb0, 0x{n}" for n in (0, 1)}
+    codes["EX2"] = "MUFU.EX2 R1, R2"
     lines = ["Function : fwd_kernel"]
-    for i, word in enumerate(words):
-        code = f"WARPGROUP.DEPBAR.LE gsb0, 0x{word[-1]}" if word[:4] == "wait" else f"{word} R1, R2"
+    for i, code in enumerate(codes[word] for word in step.split()):
         lines.append(f"        /*{i * 16:04x}*/                   {code} ;")
     (function,) = sass.parse("\n".join(lines))
     assert function.exponentials_between_waits() == [2, 0]
