@@ -41,7 +41,9 @@ def build(
     jobs: int,
     say: Callable[[str], None],
 ) -> list[Path]:
-    """Compile ``rows`` into ``out`` with ``jobs`` compilers at once and return the objects in the order of the rows.
+    """Compile ``rows`` into ``out`` with ``jobs`` compilers at once; the objects in the order of the rows.
+
+    After them come those of the kernels that have no row.
 
     ``say`` receives a line for each row done: phase, n/N, elapsed time and what ptxas reports. Raises BuildError when a
     row does not compile; compilers that already run are left to finish.
@@ -57,6 +59,7 @@ def build_locked(
 ) -> list[Path]:
     cutlass = fetch_cutlass.include_dir()
     sources = generate.generate(rows, out / "generated")
+    sources += [ROOT / source for source in generate.ROWLESS]
     objects = {source: out / f"{source.stem}.o" for source in sources}
     commands = {
         s: flags.kernel_command(toolkit.nvcc, cutlass, s.resolve(), o.resolve())
@@ -64,7 +67,7 @@ def build_locked(
     }
     stale = [source for source in sources if not is_current(objects[source], commands[source])]
     say(
-        f"flash3 kernels: {len(sources)} rows, {len(stale)} to compile, {jobs} at a time, {toolkit}, in {out}"
+        f"flash3 kernels: {len(sources)} files, {len(stale)} to compile, {jobs} at a time, {toolkit}, in {out}"
     )
 
     start, done = time.monotonic(), 0

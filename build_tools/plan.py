@@ -70,12 +70,23 @@ def choose_rows(spec: str, has_hopper_gpu) -> tuple[list, str]:
     )
 
 
-def prebuilt_objects(folder: Path) -> list[Path]:
+def row_objects(folder: Path) -> list[Path]:
     """The objects of a folder that build_tools/kernels.py made, in the order of its table."""
     tables = folder / "generated" / "tables.cpp"
     if not tables.is_file():
         raise ValueError(f"kernel folder {folder}: generated/tables.cpp is not there")
     names = re.findall(r"^void launch_(\w+)\(", tables.read_text(), re.MULTILINE)
+    return _objects(folder, names)
+
+
+def prebuilt_objects(folder: Path) -> list[Path]:
+    """Those, and after them the objects of the kernels that have no row."""
+    return row_objects(folder) + _objects(
+        folder, [Path(source).stem for source in generate.ROWLESS]
+    )
+
+
+def _objects(folder: Path, names: Sequence[str]) -> list[Path]:
     objects = [folder / f"{name}.o" for name in names]
     absent = [path.name for path in objects if not path.is_file()]
     if absent or not objects:
@@ -108,7 +119,10 @@ def host_sources() -> list[str]:
 
 
 def kernel_sources(build: BuildPlan) -> list[str]:
-    return [f"{GENERATED}/{row.name}.cu" for row in build.rows]
+    """The CUDA files to compile, relative to the root; none if they are prebuilt."""
+    if build.prebuilt is not None:
+        return []
+    return [*(f"{GENERATED}/{row.name}.cu" for row in build.rows), *generate.ROWLESS]
 
 
 def pybind11_includes() -> list[str]:

@@ -1,7 +1,7 @@
-"""The two operators of ``torch.ops.flash3``: schemas, shape inference, CPU implementation, CUDA registration.
+"""The operators of ``torch.ops.flash3``: schemas, shape inference, CPU implementation, CUDA registration.
 
-``flash3._C``, where it was built, registers the CUDA implementation when it is imported. Both operators are
-functional: they allocate what they return and change no argument.
+``flash3._C``, where it was built, registers the CUDA implementation when it is imported. ``fwd`` and ``bwd`` are
+functional: they allocate what they return and change no argument. ``merge`` writes where it is told to.
 """
 
 from __future__ import annotations
@@ -22,9 +22,15 @@ torch.library.define(
     "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse,"
     " float softmax_scale, bool causal, bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv)",
 )
+# out and lse may be the tensors of the first part.
+torch.library.define(
+    "flash3::merge",
+    "(Tensor(a!) out, Tensor(b!) lse, Tensor out_1, Tensor lse_1, Tensor out_2, Tensor lse_2) -> ()",
+)
 
 fwd = torch.ops.flash3.fwd.default
 bwd = torch.ops.flash3.bwd.default
+merge = torch.ops.flash3.merge.default
 
 
 @torch.library.impl("flash3::fwd", "cpu")
@@ -38,6 +44,13 @@ def _bwd_cpu(dout, q, k, v, out, lse, dlse, softmax_scale, causal, deterministic
     return reference.attention_backward(dout, q, k, v, out, lse, dlse, softmax_scale, causal)
 
 
+@torch.library.impl("flash3::merge", "cpu")
+def _merge_cpu(out, lse, out_1, lse_1, out_2, lse_2):
+    merged, merged_lse = reference.merge(out_1, lse_1, out_2, lse_2)
+    out.copy_(merged)
+    lse.copy_(merged_lse)
+
+
 @torch.library.register_fake("flash3::fwd")
 def _fwd_fake(q, k, v, softmax_scale, causal, deterministic=False):
     batch, seqlen_q, num_heads_q, _ = q.shape
@@ -48,6 +61,11 @@ def _fwd_fake(q, k, v, softmax_scale, causal, deterministic=False):
 @torch.library.register_fake("flash3::bwd")
 def _bwd_fake(dout, q, k, v, out, lse, dlse, softmax_scale, causal, deterministic):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+@torch.library.register_fake("flash3::merge")
+def _merge_fake(out, lse, out_1, lse_1, out_2, lse_2):
+    return None
 
 
 def _load_kernels() -> str | None:
@@ -75,3 +93,4 @@ if kernels_missing is not None:
 
     torch.library.impl("flash3::fwd", "cuda")(_raise_kernels_missing)
     torch.library.impl("flash3::bwd", "cuda")(_raise_kernels_missing)
+    torch.library.impl("flash3::merge", "cuda")(_raise_kernels_missing)

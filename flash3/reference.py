@@ -139,6 +139,23 @@ def attention_backward(
     return _ungroup_heads(dq, q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
+def merge(out_1: Tensor, lse_1: Tensor, out_2: Tensor, lse_2: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention to two sets of keys together, from the attention of the same queries to each.
+
+    Exact: out is the mean of the parts, weighted by the sums exp(lse) of their exponentials.
+
+    Args:
+        out_1, out_2: (b, sq, hq, d). lse_1, lse_2: (b, hq, sq), -inf in a row that sees no key of that set.
+
+    Returns:
+        out, lse: of the same shapes, in the accumulation dtype.
+    """
+    lse = torch.logaddexp(lse_1, lse_2)
+    shift = lse.masked_fill(lse == -math.inf, 0.0)
+    weights = (torch.exp(part - shift).transpose(1, 2).unsqueeze(-1) for part in (lse_1, lse_2))
+    return sum(w * _upcast(x) for w, x in zip(weights, (out_1, out_2), strict=True)), lse
+
+
 def _upcast(x: Tensor) -> Tensor:
     return x.to(accumulate_dtype(x.dtype))
 

@@ -117,7 +117,7 @@ def link_command(build: Build, toolkit: toolchain.Toolkit, exports: Path, out: P
         os.environ.get("CXX") or "g++",
         *("-std=c++20", "-O2", "-Wall", "-shared", "-fPIC"),
         *(f"-I{launch}", f"-I{toolkit.home / 'include'}"),
-        *map(str, [*sources, *plan.prebuilt_objects(build.folder)]),
+        *map(str, [*sources, *plan.row_objects(build.folder)]),
         *("-o", str(out), "-Wl,-z,defs", f"-Wl,--version-script={exports}"),
         f"-L{toolkit.home / 'lib64'}",
         *flags.CUDART,

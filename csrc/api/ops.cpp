@@ -7,4 +7,5 @@
 STABLE_TORCH_LIBRARY_IMPL(flash3, CUDA, library) {
   library.impl("fwd", TORCH_BOX(&flash3::forward));
   library.impl("bwd", TORCH_BOX(&flash3::backward));
+  library.impl("merge", TORCH_BOX(&flash3::merge));
 }

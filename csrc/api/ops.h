@@ -26,4 +26,11 @@ std::tuple<torch::stable::Tensor, torch::stable::Tensor, torch::stable::Tensor> 
     std::optional<torch::stable::Tensor> const& dlse, double softmax_scale, bool causal,
     bool deterministic);
 
+// Attention of the same queries to two sets of keys -> to both, written to out and lse, which may
+// be out_1 and lse_1. out and out_1 (b, s, h, d) are fp32 or of out_2's dtype; lse, lse_1, lse_2
+// (b, h, s) fp32.
+void merge(torch::stable::Tensor const& out, torch::stable::Tensor const& lse,
+           torch::stable::Tensor const& out_1, torch::stable::Tensor const& lse_1,
+           torch::stable::Tensor const& out_2, torch::stable::Tensor const& lse_2);
+
 }  // namespace flash3

@@ -1,0 +1,267 @@
+"""Attention over several GPUs: ring, all-gather and Ulysses beside torch's context_parallel and one GPU alone.
+
+    torchrun --nproc-per-node 2 -m benchmarks.distributed --tokens 65536,131072 --out results
+
+One process per GPU (NCCL; gloo on CPUs). Times are the slowest rank's. `share` is TFLOP/s per GPU over those of flash3
+on one GPU with the same sequence, or with the longest that --alone allows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import flash3
+from flash3 import distributed
+
+from . import timeline
+from .machine import describe_machine, gpu_state
+from .shapes import DTYPES, Cell
+from .timing import Contender, elapsed_ms, synchronize
+
+OURS = {
+    "ring": distributed.ring_attn_func,
+    "allgather": distributed.allgather_attn_func,
+    "ulysses": distributed.ulysses_attn_func,
+}
+TORCH = {"torch-cudnn": SDPBackend.CUDNN_ATTENTION, "torch-flash": SDPBackend.FLASH_ATTENTION}
+ALONE = "alone"  # one GPU
+
+
+def tensors(cell: Cell, length: int, device: torch.device, gradients: bool) -> list[torch.Tensor]:
+    """q, k, v and dout of `length` tokens, N(0, 1)."""
+    generator = torch.Generator(device).manual_seed(dist.get_rank())
+    shapes = [(1, length, heads, cell.head_dim) for heads in (cell.heads, cell.heads_kv)]
+    made = [
+        torch.randn(shape, device=device, generator=generator, dtype=DTYPES[cell.dtype])
+        for shape in (shapes[0], shapes[1], shapes[1], shapes[0])
+    ]
+    return [x.requires_grad_(gradients and i < 3) for i, x in enumerate(made)]
+
+
+def calling(forward: Callable, inputs: list[torch.Tensor], backward: bool) -> Callable:
+    q, k, v, dout = inputs
+
+    def call():
+        with torch.set_grad_enabled(backward):
+            out = forward(q, k, v)
+        if backward:
+            torch.autograd.grad(out, (q, k, v), dout)
+
+    return call
+
+
+def torch_forward(causal: bool) -> Callable:
+    """torch's SDPA in its own layout, (batch, heads, seqlen, head_dim) of the same memory."""
+
+    def forward(q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        grouped = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+        return out.transpose(1, 2)
+
+    return forward
+
+
+def torch_context(mesh: DeviceMesh, backend: SDPBackend) -> Callable:
+    """SDPA as torch's context_parallel patches it. Shards are made by the caller; a dummy buffer is what it divides."""
+    from torch.distributed.tensor.experimental import context_parallel
+
+    @contextmanager
+    def context():
+        dummy = torch.zeros(2 * mesh.size(), device=mesh.device_type)
+        with (
+            context_parallel(
+                mesh, buffers=[dummy], buffer_seq_dims=[0], no_restore_buffers={dummy}
+            ),
+            sdpa_kernel(backend),
+        ):
+            yield
+
+    return context
+
+
+def contenders(cell: Cell, mesh: DeviceMesh, names: list[str], alone_tokens: int) -> dict:
+    """{name: (contender, tokens of the whole sequence, GPUs that share it)}."""
+    size, backward = mesh.size(), cell.mode == "both"
+    device = torch.device(mesh.device_type)
+    shard = tensors(cell, cell.seqlen // size, device, backward)
+    made = {}
+    for name in names:
+        if name in OURS:
+            forward = _bound(OURS[name], mesh, cell.causal)
+            made[name] = Contender(name, calling(forward, shard, backward)), cell.seqlen, size
+        elif name in TORCH:
+            context = torch_context(mesh, TORCH[name])
+            call = calling(torch_forward(cell.causal), shard, backward)
+            made[name] = Contender(name, call, context), cell.seqlen, size
+    length = min(cell.seqlen, alone_tokens)
+    whole = tensors(cell, length, device, backward)
+    forward = lambda q, k, v: flash3.flash_attn_func(q, k, v, causal=cell.causal)  # noqa: E731
+    made[ALONE] = Contender(ALONE, calling(forward, whole, backward)), length, 1
+    return made
+
+
+def _bound(function: Callable, mesh: DeviceMesh, causal: bool) -> Callable:
+    return lambda q, k, v: function(q, k, v, mesh, causal=causal)
+
+
+def flops(cell: Cell, tokens: int) -> float:
+    forward = 4 * cell.heads * tokens * tokens * cell.head_dim * (0.5 if cell.causal else 1.0)
+    return forward * (3.5 if cell.mode == "both" else 1.0)
+
+
+def slowest(milliseconds: float, device: torch.device) -> float:
+    """The largest of the ranks' times."""
+    time = torch.tensor(milliseconds, device=device, dtype=torch.float64)
+    dist.all_reduce(time, dist.ReduceOp.MAX)
+    return time.item()
+
+
+def sample(contender: Contender, device: torch.device) -> float:
+    with contender.context():
+        dist.barrier()
+        return slowest(elapsed_ms(contender.call, 1, device), device)
+
+
+def measure(cell: Cell, mesh: DeviceMesh, args) -> dict:
+    """One row of the result: every contender's times, by turns."""
+    made = contenders(cell, mesh, args.only, args.alone)
+    device = torch.device(mesh.device_type)
+    times: dict[str, list[float]] = {name: [] for name in made}
+    errors = {}
+    for turn in range(args.rounds + 1):  # the first turn warms up
+        for name, (contender, _, _) in made.items():
+            if name in errors:
+                continue
+            try:
+                milliseconds = sample(contender, device)
+            except (RuntimeError, NotImplementedError, ValueError) as error:
+                errors[name] = f"{type(error).__name__}: {error}"[:300]
+                continue
+            if turn:
+                times[name].append(milliseconds)
+    results: dict[str, dict] = {name: {"error": error} for name, error in errors.items()}
+    for name, (_, tokens, gpus) in made.items():
+        if name not in errors:
+            median = statistics.median(times[name])
+            results[name] = {
+                "ms": median,
+                "ms_all": times[name],
+                "tflops_per_gpu": flops(cell, tokens) / gpus / median * 1e-9,
+                "tokens_per_second": tokens / median * 1e3,
+            }
+    for found in results.values():
+        if "error" not in found and "error" not in results[ALONE]:
+            found["share"] = found["tflops_per_gpu"] / results[ALONE]["tflops_per_gpu"]
+    return {"cell": cell.as_dict(), "alone_tokens": made[ALONE][1], "results": results}
+
+
+def table(rows: list[dict], size: int) -> str:
+    lines = [
+        f"{size} GPUs; ms, TFLOP/s per GPU (share of one GPU's), tokens/s",
+        "| shape | " + " | ".join(rows[0]["results"]) + " |",
+        "|---" * (1 + len(rows[0]["results"])) + "|",
+    ]
+    for row in rows:
+        cell = row["cell"]
+        what = "forward and backward" if cell["mode"] == "both" else "forward"
+        mask = "causal" if cell["causal"] else "full"
+        line = f"| {cell['seqlen'] >> 10}k tokens, {cell['heads']}/{cell['heads_kv']} heads, {mask}, {what}"
+        for found in row["results"].values():
+            if "error" in found:
+                line += " | " + found["error"].split("\n")[0][:60]
+                continue
+            line += (
+                f" | {found['ms']:.2f} ms, {found['tflops_per_gpu']:.0f} "
+                f"({found.get('share', float('nan')):.2f}), {found['tokens_per_second']:,.0f}"
+            )
+        lines.append(line + " |")
+    return "\n".join(lines)
+
+
+def integers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--tokens", type=integers, default=[65536, 131072], help="of the whole sequence")
+    add("--heads", type=int, default=32)
+    add("--heads-kv", type=int, default=8)
+    add("--head-dim", type=int, default=128)
+    add("--dtype", choices=DTYPES, default="bf16")
+    add("--mask", choices=("full", "causal"), default="causal")
+    add("--modes", type=lambda text: text.split(","), default=["fwd", "both"], help="fwd,both")
+    add("--only", type=lambda text: text.split(","), default=[*OURS, *TORCH], help="who runs")
+    add("--alone", type=int, default=131072, help="longest sequence of the one-GPU run, in tokens")
+    add("--rounds", type=int, default=5, help="samples per contender")
+    add("--timeline", action="store_true", help="profile one step of each of ours, last tokens")
+    add("--out", type=Path, help="folder for JSON, the table and the timelines")
+    add("--name", default="distributed")
+    args = parser.parse_args(argv)
+    unknown = set(args.only) - {*OURS, *TORCH}
+    if unknown:
+        parser.error(f"--only: unknown {', '.join(sorted(unknown))}; {', '.join([*OURS, *TORCH])}")
+    return args
+
+
+def cells_of(args) -> list[Cell]:
+    return [
+        Cell(mode, args.dtype, args.head_dim, args.mask == "causal", tokens, 1, args.heads, args.heads_kv)
+        for tokens in args.tokens
+        for mode in args.modes
+    ]  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    first = dist.get_rank() == 0
+    result = {"machine": describe_machine(device), "gpu_state": gpu_state(device)}
+    result |= {"gpus": mesh.size(), "rows": [], "timelines": {}}
+    for cell in cells_of(args):
+        row = measure(cell, mesh, args)
+        result["rows"].append(row)
+        if first:
+            print(table([row], mesh.size()).splitlines()[-1], flush=True)
+    if args.timeline:
+        made = contenders(cells_of(args)[-1], mesh, [x for x in args.only if x in OURS], 1024)
+        for name in [x for x in args.only if x in OURS]:
+            path = args.out / f"{args.name}-{name}.png" if args.out and first else None
+            result["timelines"][name] = timeline.profile(made[name][0].call, device, path)
+            synchronize(device)
+            dist.barrier()
+    if first:
+        print("\n" + table(result["rows"], mesh.size()))
+        for name, found in result["timelines"].items():
+            print(f"{name}: {timeline.describe(found)}")
+        if args.out:
+            args.out.mkdir(parents=True, exist_ok=True)
+            (args.out / f"{args.name}.json").write_text(json.dumps(result, indent=1) + "\n")
+            (args.out / f"{args.name}.md").write_text(table(result["rows"], mesh.size()) + "\n")
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,89 @@
+"""What the distributed functions have in common: checked arguments, and the operators on local tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from flash3 import checks, ops
+from flash3.distributed import layout
+from flash3.distributed.communicator import Communicator
+
+_DTYPES = checks.REFERENCE_DTYPES
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call that are no tensors."""
+
+    comm: Communicator
+    softmax_scale: float
+    causal: bool
+    deterministic: bool
+    order: str
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        """out and lse of local tensors."""
+        return ops.fwd(q, k, v, self.softmax_scale, causal, self.deterministic)
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dlse: Tensor | None,
+        causal: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The part of dq that comes from these keys, and dk, dv of these queries.
+
+        ``out`` and ``lse`` are those of all keys together: the probabilities of a block follow from the whole
+        sequence's lse, and dPsum from its out.
+        """
+        return ops.bwd(
+            dout, q, k, v, out, lse, dlse, self.softmax_scale, causal, self.deterministic
+        )
+
+
+def checked(
+    comm: Communicator,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    deterministic: bool,
+    order: str,
+) -> Call:
+    """Raises unless the local tensors are something that the ranks compute together."""
+    layout.check_order(order)
+    head_dim = checks.check_tensors(q, k, v)
+    checks.check_gradient(head_dim, q, k, v)
+    checks.check_flags(causal, deterministic)
+    scale = head_dim**-0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
+    if causal and q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"q, k: with causal=True a rank must hold the same positions of both, got lengths {q.shape[1]} and "
+            f"{k.shape[1]}"
+        )
+    if causal:
+        layout.check_even(q.shape[1], order, "q, k")
+    comm.check_same(
+        {
+            "q: batch": q.shape[0],
+            "q: length of the local shard": q.shape[1],
+            "q: heads": q.shape[2],
+            "q: head_dim": head_dim,
+            "k: length of the local shard": k.shape[1],
+            "k: heads": k.shape[2],
+            "q: dtype (place in the list of accepted ones)": _DTYPES.index(q.dtype),
+            "causal": int(causal),
+            "order (place in the list of accepted ones)": layout.ORDERS.index(order),
+        },
+        q.device,
+    )
+    # Without a mask the order of the keys is of no account, and that of the queries comes back as it went.
+    return Call(comm, scale, causal, deterministic, order if causal else "contiguous")

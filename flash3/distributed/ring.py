@@ -1,0 +1,181 @@
+"""Ring attention: keys and values travel, queries stay.
+
+Liu et al., Ring Attention with Blockwise Transformers (2023), with the exact merge of partial results by their
+log-sum-exp, and under a causal mask the zigzag order of :mod:`flash3.distributed.layout`. At step j rank r computes
+with the keys of rank r - j while it passes them on to rank r + 1. In the backward dk and dv travel with their keys,
+one step behind, and end at home.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash3 import reference
+from flash3.distributed import layout
+from flash3.distributed.call import Call, checked
+from flash3.distributed.communicator import communicator
+from flash3.distributed.layout import Half
+from flash3.distributed.partial import RunningOutput
+
+
+def ring_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group=None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    *,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    order: str = "zigzag",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention over a sequence whose parts lie on the ranks of ``group``; differentiable in q, k and v.
+
+    Every rank calls it with its shard, and gets the shard of the result that belongs to its queries. Each sends its
+    keys and values once around the ring, hidden behind the kernels if they take longer than the transfer.
+
+    Args:
+        q: (batch, seqlen_local, heads_q, head_dim), this rank's queries. dtypes, head_dim and devices as for
+            ``flash3.flash_attn_func``.
+        k, v: (batch, seqlen_local_k, heads_kv, head_dim), this rank's keys and values; with ``causal`` the same
+            positions as q. All ranks hold shards of one shape.
+        group: a ProcessGroup, a DeviceMesh of one dimension, or None for all processes.
+        softmax_scale: positive factor of the scores; None is head_dim ** -0.5.
+        causal: a query sees the keys at its own position in the whole sequence and before.
+        deterministic: bitwise equal gradients over repeated runs.
+        return_lse: return (out, lse).
+        order: where the shards lie in the sequence, "zigzag" (see :func:`flash3.distributed.shard_sequence`) or
+            "contiguous", which under a causal mask leaves early ranks idle. Without a mask any order gives the same.
+
+    Returns:
+        out: (batch, seqlen_local, heads_q, head_dim), q's dtype.
+        lse: (batch, heads_q, seqlen_local), if asked for: natural log, float32 (float64 for float64 inputs), over all
+            keys of all ranks, differentiable.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as ``flash3.flash_attn_func``; ValueError too for shards that
+            differ between ranks, where that is noticed (see docs/distributed.md).
+        RuntimeError: torch.distributed is not initialized, or a rank of the group did not answer in time.
+    """
+    call = checked(communicator(group), q, k, v, softmax_scale, causal, deterministic, order)
+    out, lse = _RingAttention.apply(q, k, v, call)
+    return (out, lse) if return_lse else out
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, call):
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse = _forward(q, k, v, call)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout, dlse):
+        if dout is None and dlse is None:
+            return None, None, None, None
+        q, k, v, out, lse = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(out)
+        with torch._C._AutoDispatchBelowAutograd():
+            return *_backward(dout, q, k, v, out, lse, dlse, ctx.call), None
+
+
+def _blocks(call: Call):
+    """(source, block) in the order of the ring, after the rank's own; block is None where nothing is to be done."""
+    rank, size = call.comm.rank, call.comm.size
+    for step in range(1, size):
+        source = (rank - step) % size
+        yield layout.block(rank, source, call.causal, call.order)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    blocks = list(_blocks(call))
+    arriving = call.comm.rotate((k, v)) if blocks else None
+    out, lse = call.forward(q, k, v, call.causal)
+    rows = _running_outputs(out, lse, blocks)
+    for position, block in enumerate(blocks):
+        k, v = arriving.wait()
+        if position + 1 < len(blocks):  # the last keys have been everywhere
+            arriving = call.comm.rotate((k, v))
+        if block is None:
+            continue
+        part, part_lse = call.forward(
+            block.queries.of(q), block.keys.of(k), block.keys.of(v), block.causal
+        )
+        if block.queries is Half.ALL and Half.ALL not in rows:
+            for half in (Half.FIRST, Half.SECOND):
+                rows[half].add(half.of(part), half.of(part_lse, 2))
+        else:
+            rows[block.queries].add(part, part_lse)
+    return out, lse
+
+
+def _running_outputs(
+    out: Tensor, lse: Tensor, blocks: list[layout.Block | None]
+) -> dict[Half, RunningOutput]:
+    """The sums for the two halves of the rows, or one for all if they get the same number of parts."""
+    queries = [block.queries for block in blocks if block is not None]
+    if Half.SECOND not in queries:
+        return {Half.ALL: RunningOutput(out, lse, len(queries))}
+    return {
+        half: RunningOutput(
+            half.of(out), half.of(lse, 2), sum(rows in (half, Half.ALL) for rows in queries)
+        )
+        for half in (Half.FIRST, Half.SECOND)
+    }
+
+
+def _backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    call: Call,
+) -> tuple[Tensor, Tensor, Tensor]:
+    blocks = list(_blocks(call))
+    arriving = call.comm.rotate((k, v)) if blocks else None
+    dq, dk, dv = call.backward(dout, q, k, v, out, lse, dlse, call.causal)
+    if not blocks:
+        return dq, dk, dv
+    sums = tuple(x.to(reference.accumulate_dtype(x.dtype)) for x in (dq, dk, dv))
+    dq_sum, dkv = sums[0], sums[1:]
+    for position, block in enumerate(blocks):
+        k, v = arriving.wait()
+        if position + 1 < len(blocks):
+            arriving = call.comm.rotate((k, v))
+        # The sums so far of the keys that the previous rank had: those that this rank has now. They travel while the
+        # kernels of this step run.
+        dkv_arriving = call.comm.rotate(dkv)
+        parts = _block_backward(dout, q, k, v, out, lse, dlse, block, call)
+        dkv = dkv_arriving.wait()
+        if block is not None:
+            block.queries.of(dq_sum).add_(parts[0])
+            for total, part in zip(dkv, parts[1:], strict=True):
+                block.keys.of(total).add_(part)
+    dk_sum, dv_sum = call.comm.rotate(dkv).wait()  # home
+    return dq_sum.to(q.dtype), dk_sum.to(k.dtype), dv_sum.to(v.dtype)
+
+
+def _block_backward(dout, q, k, v, out, lse, dlse, block, call) -> tuple[Tensor, ...]:
+    if block is None:
+        return ()
+    rows, keys = block.queries, block.keys
+    return call.backward(
+        rows.of(dout),
+        rows.of(q),
+        keys.of(k),
+        keys.of(v),
+        rows.of(out),
+        rows.of(lse, 2),
+        None if dlse is None else rows.of(dlse, 2),
+        block.causal,
+    )

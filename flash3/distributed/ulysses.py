@@ -1,0 +1,104 @@
+"""Ulysses attention: between the projections the sequence is divided, during attention the heads are.
+
+Jacobs et al., DeepSpeed Ulysses (2023). One all-to-all turns (whole heads, part of the sequence) into (part of the
+heads, whole sequence), another turns the result back. The kernels see ordinary calls.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash3 import functional
+from flash3.distributed import layout
+from flash3.distributed.call import Call, checked
+from flash3.distributed.communicator import Communicator, communicator
+
+
+def ulysses_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group=None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    *,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    order: str = "zigzag",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention over a sequence whose parts lie on the ranks of ``group``, by exchanging heads for positions.
+
+    Arguments, results and errors are those of :func:`flash3.distributed.ring_attn_func`. The number of ranks must
+    divide heads_q; and divide heads_kv or be a multiple of it, in which case each key/value head is sent to several
+    ranks.
+    """
+    comm = communicator(group)
+    call = checked(comm, q, k, v, softmax_scale, causal, deterministic, order)
+    _check_heads(comm.size, q.shape[2], k.shape[2])
+    copies = max(1, comm.size // k.shape[2])
+    if copies > 1:
+        k, v = (x.repeat_interleave(copies, 2) for x in (k, v))
+    q, k, v = (_HeadsForPositions.apply(x, call) for x in (q, k, v))
+    out, lse = functional.flash_attn_func(
+        q, k, v, call.softmax_scale, causal, deterministic=deterministic, return_lse=True
+    )
+    out = _PositionsForHeads.apply(out, call)
+    if not return_lse:
+        return out
+    lse = _PositionsForHeads.apply(lse.transpose(1, 2).unsqueeze(-1), call)
+    return out, lse.squeeze(-1).transpose(1, 2)
+
+
+def _check_heads(size: int, heads_q: int, heads_kv: int) -> None:
+    if heads_q % size != 0:
+        raise ValueError(
+            f"q: the number of heads must be a multiple of the number of ranks, {size}, got {heads_q}; ring_attn_func "
+            "takes any"
+        )
+    if heads_kv % size != 0 and size % heads_kv != 0:
+        raise ValueError(
+            f"k, v: the number of heads must be a multiple or a divisor of the number of ranks, {size}, got "
+            f"{heads_kv}; ring_attn_func takes any"
+        )
+
+
+class _HeadsForPositions(torch.autograd.Function):
+    """(b, local, heads, d) -> (b, whole, heads / size, d)."""
+
+    @staticmethod
+    def forward(ctx, x, call):
+        ctx.call = call
+        return _heads_for_positions(x, call)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient):
+        return _positions_for_heads(gradient, ctx.call), None
+
+
+class _PositionsForHeads(torch.autograd.Function):
+    """(b, whole, heads / size, d) -> (b, local, heads, d)."""
+
+    @staticmethod
+    def forward(ctx, x, call):
+        ctx.call = call
+        return _positions_for_heads(x, call)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient):
+        return _heads_for_positions(gradient, ctx.call), None
+
+
+def _heads_for_positions(x: Tensor, call: Call) -> Tensor:
+    comm: Communicator = call.comm
+    by_rank = x.unflatten(2, (comm.size, -1)).movedim(2, 0)  # (rank, b, local, heads / size, d)
+    (received,) = comm.exchange(by_rank).wait()
+    return layout.in_sequence_order(received, call.order)
+
+
+def _positions_for_heads(x: Tensor, call: Call) -> Tensor:
+    comm: Communicator = call.comm
+    (received,) = comm.exchange(layout.in_rank_order(x, comm.size, call.order)).wait()
+    return received.movedim(0, 2).flatten(2, 3)  # (b, local, rank * heads / size, d)
