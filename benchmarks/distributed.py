@@ -28,7 +28,7 @@ from flash3 import distributed
 from . import timeline
 from .machine import describe_machine, gpu_state
 from .shapes import DTYPES, Cell
-from .timing import Contender, elapsed_ms, synchronize
+from .timing import Contender, elapsed_ms
 
 OURS = {
     "ring": distributed.ring_attn_func,
@@ -210,7 +210,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--only", type=lambda text: text.split(","), default=[*OURS, *TORCH], help="who runs")
     add("--alone", type=int, default=131072, help="longest sequence of the one-GPU run, in tokens")
     add("--rounds", type=int, default=5, help="samples per contender")
-    add("--timeline", action="store_true", help="profile one step of each of ours, last tokens")
+    add("--timeline", action="store_true", help="profile each of ours, last tokens, every mode")
     add("--out", type=Path, help="folder for JSON, the table and the timelines")
     add("--name", default="distributed")
     args = parser.parse_args(argv)
@@ -226,6 +226,20 @@ def cells_of(args) -> list[Cell]:
         for tokens in args.tokens
         for mode in args.modes
     ]  # fmt: skip
+
+
+def timelines(mesh: DeviceMesh, device: torch.device, args) -> dict:
+    """What the GPU did during a call of each of ours, at the last number of tokens."""
+    found = {}
+    names = [name for name in args.only if name in OURS]
+    for cell in cells_of(args)[-len(args.modes) :]:
+        made = contenders(cell, mesh, names, alone_tokens=1024)
+        for name in names:
+            stem = f"{args.name}-{name}-{cell.mode}"
+            path = args.out / f"{stem}.png" if args.out and dist.get_rank() == 0 else None
+            dist.barrier()
+            found[f"{name}-{cell.mode}"] = timeline.profile(made[name][0].call, device, path)
+    return found
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -245,12 +259,7 @@ def main(argv: list[str] | None = None) -> int:
         if first:
             print(table([row], mesh.size()).splitlines()[-1], flush=True)
     if args.timeline:
-        made = contenders(cells_of(args)[-1], mesh, [x for x in args.only if x in OURS], 1024)
-        for name in [x for x in args.only if x in OURS]:
-            path = args.out / f"{args.name}-{name}.png" if args.out and first else None
-            result["timelines"][name] = timeline.profile(made[name][0].call, device, path)
-            synchronize(device)
-            dist.barrier()
+        result["timelines"] = timelines(mesh, device, args)
     if first:
         print("\n" + table(result["rows"], mesh.size()))
         for name, found in result["timelines"].items():

@@ -18,7 +18,9 @@ Interval = tuple[float, float]  # microseconds
 def kind_of(kernel: str) -> str:
     if "nccl" in kernel.lower():
         return "communication"
-    return "attention" if "fwd_kernel" in kernel or "bwd_kernel" in kernel else "other"
+    return (
+        "attention" if "fwd_kernel" in kernel or "bwd_" in kernel else "other"
+    )  # all three of the backward
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:

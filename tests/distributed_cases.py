@@ -52,11 +52,16 @@ class Case:
 
 
 def on_one_rank(
-    case: Case, size: int, dtype: torch.dtype, computed_in: torch.dtype | None = None, device="cpu"
+    case: Case,
+    size: int,
+    dtype: torch.dtype,
+    computed_in: torch.dtype | None = None,
+    device="cpu",
+    drawn_on=None,
 ) -> dict[str, Tensor]:
-    """The whole sequence in one call; the inputs are rounded to ``dtype``."""
-    inputs = case.inputs(size, dtype, device)
-    q, k, v, dout, dlse = (x if computed_in is None else x.to(computed_in) for x in inputs)
+    """The whole sequence in one call; the inputs are rounded to ``dtype``. A device draws numbers of its own."""
+    inputs = case.inputs(size, dtype, drawn_on or device)
+    q, k, v, dout, dlse = (x.to(device, computed_in or x.dtype) for x in inputs)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     out, lse = flash3.flash_attn_func(q, k, v, causal=case.causal, return_lse=True)
     return _differentiate(case, out, lse, (q, k, v), dout, dlse)

@@ -85,11 +85,14 @@ class Mailboxes:
 def run_threads(size: int, function: Callable[[ThreadCommunicator], object]) -> list:
     """``function`` on ``size`` ranks that are threads of this process; their results in the order of the ranks."""
     boxes = Mailboxes()
+
+    def one(rank: int):
+        # A GPU has one thread for the backward of everybody: a rank that waits in it for another would wait for ever.
+        with torch.autograd.set_multithreading_enabled(False):
+            return function(ThreadCommunicator(rank, size, boxes))
+
     with ThreadPoolExecutor(size) as pool:
-        futures = [
-            pool.submit(function, ThreadCommunicator(rank, size, boxes)) for rank in range(size)
-        ]
-        return [future.result() for future in futures]
+        return [future.result() for future in [pool.submit(one, rank) for rank in range(size)]]
 
 
 def run_processes(

@@ -134,7 +134,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     group = q.shape[2] // k.shape[2]
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    returning: list[Arrival] = []
+    returning: Arrival | None = None
+    sums_of_owner: list[Tensor] = []  # (2, b, local, heads, d) for each step
     for head, keys, values in _gathered(k, v, call, heads):
         at = slice(head * group, (head + heads) * group)
         sums = keys.new_zeros((2, *keys.shape), dtype=reference.accumulate_dtype(k.dtype))
@@ -154,8 +155,15 @@ def _backward(
         by_owner = torch.stack(
             [layout.in_rank_order(total, call.comm.size, call.order) for total in sums], 1
         )
-        returning.append(call.comm.exchange(by_owner))  # (ranks, 2, b, local, heads, d)
-    # Every owner sums what the ranks sent in the order of the ranks: the same at every run.
-    received = [arrival.wait()[0].sum(0) for arrival in returning]
-    dk, dv = (torch.cat([part[i] for part in received], 2).to(k.dtype) for i in (0, 1))
-    return dq, dk, dv
+        if returning is not None:
+            sums_of_owner.append(_sum_of_ranks(returning))
+        returning = call.comm.exchange(by_owner)
+    sums_of_owner.append(_sum_of_ranks(returning))
+    dk, dv = (torch.cat([sums[i] for sums in sums_of_owner], 2) for i in (0, 1))
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _sum_of_ranks(returning: Arrival) -> Tensor:
+    """What the ranks sent, (ranks, 2, b, local, heads, d), in one fixed order: the same at every run."""
+    (parts,) = returning.wait()
+    return parts.sum(0)

@@ -8,6 +8,8 @@ one step behind, and end at home.
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from flash3.distributed import layout
 from flash3.distributed.call import Call, checked
 from flash3.distributed.communicator import communicator
 from flash3.distributed.layout import Half
-from flash3.distributed.partial import RunningOutput
+from flash3.distributed.partial import RunningOutput, RunningSum
 
 
 def ring_attn_func(
@@ -86,19 +88,18 @@ class _RingAttention(torch.autograd.Function):
             return *_backward(dout, q, k, v, out, lse, dlse, ctx.call), None
 
 
-def _blocks(call: Call):
-    """(source, block) in the order of the ring, after the rank's own; block is None where nothing is to be done."""
+def _blocks(call: Call) -> list[layout.Block | None]:
+    """What the rank computes with the keys of the others, in the order in which they come; None for nothing."""
     rank, size = call.comm.rank, call.comm.size
-    for step in range(1, size):
-        source = (rank - step) % size
-        yield layout.block(rank, source, call.causal, call.order)
+    sources = [(rank - step) % size for step in range(1, size)]
+    return [layout.block(rank, source, call.causal, call.order) for source in sources]
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    blocks = list(_blocks(call))
+    blocks = _blocks(call)
     arriving = call.comm.rotate((k, v)) if blocks else None
     out, lse = call.forward(q, k, v, call.causal)
-    rows = _running_outputs(out, lse, blocks)
+    rows = _by_rows(RunningOutput, blocks, out, lse)
     for position, block in enumerate(blocks):
         k, v = arriving.wait()
         if position + 1 < len(blocks):  # the last keys have been everywhere
@@ -108,27 +109,32 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tenso
         part, part_lse = call.forward(
             block.queries.of(q), block.keys.of(k), block.keys.of(v), block.causal
         )
-        if block.queries is Half.ALL and Half.ALL not in rows:
-            for half in (Half.FIRST, Half.SECOND):
-                rows[half].add(half.of(part), half.of(part_lse, 2))
-        else:
-            rows[block.queries].add(part, part_lse)
+        _add_rows(rows, block.queries, part, part_lse)
     return out, lse
 
 
-def _running_outputs(
-    out: Tensor, lse: Tensor, blocks: list[layout.Block | None]
-) -> dict[Half, RunningOutput]:
-    """The sums for the two halves of the rows, or one for all if they get the same number of parts."""
+def _by_rows(running: type, blocks: list[layout.Block | None], *results: Tensor) -> dict:
+    """A running result for each half of the rows, or one for all if they get the same number of parts."""
     queries = [block.queries for block in blocks if block is not None]
     if Half.SECOND not in queries:
-        return {Half.ALL: RunningOutput(out, lse, len(queries))}
+        return {Half.ALL: running(*results, len(queries))}
     return {
-        half: RunningOutput(
-            half.of(out), half.of(lse, 2), sum(rows in (half, Half.ALL) for rows in queries)
-        )
+        half: running(*_rows_of(half, results), sum(x in (half, Half.ALL) for x in queries))
         for half in (Half.FIRST, Half.SECOND)
     }
+
+
+def _rows_of(half: Half, results: tuple[Tensor, ...]) -> list[Tensor]:
+    """The rows of out or dq (b, s, h, d), and of lse (b, h, s)."""
+    return [half.of(x, 1 if x.ndim == 4 else 2) for x in results]
+
+
+def _add_rows(rows: dict, queries: Half, *parts: Tensor) -> None:
+    if queries is Half.ALL and Half.ALL not in rows:
+        for half, running in rows.items():
+            running.add(*_rows_of(half, parts))
+    else:
+        rows[queries].add(*parts)
 
 
 def _backward(
@@ -141,16 +147,14 @@ def _backward(
     dlse: Tensor | None,
     call: Call,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    blocks = list(_blocks(call))
+    blocks = _blocks(call)
     arriving = call.comm.rotate((k, v)) if blocks else None
-    dq, dk, dv = call.backward(dout, q, k, v, out, lse, dlse, call.causal)
-    if not blocks:
-        return dq, dk, dv
-    sums = tuple(x.to(reference.accumulate_dtype(x.dtype)) for x in (dq, dk, dv))
-    dq_sum, dkv = sums[0], sums[1:]
+    dq, *dkv = call.backward(dout, q, k, v, out, lse, dlse, call.causal)
+    rows = _by_rows(RunningSum, blocks, dq)
     for position, block in enumerate(blocks):
         k, v = arriving.wait()
-        if position + 1 < len(blocks):
+        last = position + 1 == len(blocks)
+        if not last:
             arriving = call.comm.rotate((k, v))
         # The sums so far of the keys that the previous rank had: those that this rank has now. They travel while the
         # kernels of this step run.
@@ -158,11 +162,22 @@ def _backward(
         parts = _block_backward(dout, q, k, v, out, lse, dlse, block, call)
         dkv = dkv_arriving.wait()
         if block is not None:
-            block.queries.of(dq_sum).add_(parts[0])
-            for total, part in zip(dkv, parts[1:], strict=True):
-                block.keys.of(total).add_(part)
-    dk_sum, dv_sum = call.comm.rotate(dkv).wait()  # home
-    return dq_sum.to(q.dtype), dk_sum.to(k.dtype), dv_sum.to(v.dtype)
+            _add_rows(rows, block.queries, parts[0])
+            parts = parts[1:]
+        dtype = q.dtype if last else reference.accumulate_dtype(q.dtype)
+        dkv = [_plus(x, part, block, dtype) for x, part in zip_longest(dkv, parts)]
+    if blocks:
+        dkv = call.comm.rotate(dkv).wait()  # home
+    return dq, *dkv
+
+
+def _plus(total: Tensor, part: Tensor | None, block: layout.Block | None, dtype) -> Tensor:
+    """The sum that travels on. 16 bits hold one part, or all of them, without loss: only in between is it float32."""
+    if total.dtype != dtype and total.dtype != reference.accumulate_dtype(dtype):
+        total = total.to(dtype)
+    if block is not None:
+        block.keys.of(total).add_(part)
+    return total.to(dtype)
 
 
 def _block_backward(dout, q, k, v, out, lse, dlse, block, call) -> tuple[Tensor, ...]:
