@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from gpt import ATTENTIONS, GPTConfig
+from gpt import GPTConfig
 
 CALLS = 4  # between two events
 
@@ -34,12 +34,14 @@ def milliseconds(call: Callable[[], object], device: torch.device, samples: int)
 
 
 def attention_milliseconds(
-    config: GPTConfig, attention: str, batch: int, device: torch.device
+    config: GPTConfig, function: Callable, batch: int, length: int, device: torch.device
 ) -> dict[str, float]:
-    """{"forward", "backward"}: milliseconds of one layer's attention, bf16, N(0, 1) inputs."""
-    function = ATTENTIONS[attention]
+    """{"forward", "backward"}: milliseconds of one layer's attention, bf16, N(0, 1) inputs.
+
+    length: of the tensors, a shard where ranks divide the sequence. All of them have to call this.
+    """
     leaves = [
-        torch.randn(batch, config.context, heads, config.head_dim, device=device)
+        torch.randn(batch, length, heads, config.head_dim, device=device)
         .bfloat16()
         .requires_grad_()
         for heads in (config.heads, config.kv_heads, config.kv_heads)

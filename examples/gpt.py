@@ -1,5 +1,6 @@
 """A small GPT: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU. Attention is a choice."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -58,8 +59,11 @@ def rotary_table(context: int, head_dim: int) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Rotates the pairs (x[i], x[i + d/2]) of each head: (b, s, heads, d), x's dtype."""
-    cosine, sine = table[:, : x.shape[1]]
+    """Rotates the pairs (x[i], x[i + d/2]) of each head: (b, s, heads, d), x's dtype.
+
+    table: (2, s, 1, d / 2), the rows of rotary_table for the positions of x.
+    """
+    cosine, sine = table
     first, second = x.float().chunk(2, dim=-1)
     rotated = (first * cosine - second * sine, second * cosine + first * sine)
     return torch.cat(rotated, dim=-1).to(x.dtype)
@@ -104,13 +108,16 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes (b, s) int64 -> logits (b, s, vocabulary). Weights are fp32, run it under autocast."""
+    """Bytes (b, s) int64 -> logits (b, s, vocabulary). Weights are fp32, run it under autocast.
 
-    def __init__(self, config: GPTConfig, attention: str) -> None:
+    attention: one of ATTENTIONS, or another function of the same arguments.
+    """
+
+    def __init__(self, config: GPTConfig, attention: Callable) -> None:
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.width)
-        blocks = (Block(config, ATTENTIONS[attention]) for _ in range(config.layers))
+        blocks = (Block(config, attention) for _ in range(config.layers))
         self.blocks = nn.ModuleList(blocks)
         self.norm = nn.RMSNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
@@ -125,10 +132,17 @@ class GPT(nn.Module):
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=0.02)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def use_attention(self, attention: Callable) -> None:
+        """The same weights with another function."""
+        for block in self.blocks:
+            block.attention.attention = attention
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """positions: (s,) int64, where the tokens lie in their sequence; None is 0 ... s - 1."""
+        table = self.table[:, slice(tokens.shape[1]) if positions is None else positions]
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x, self.table)
+            x = block(x, table)
         return self.head(self.norm(x))
 
     @torch.no_grad()

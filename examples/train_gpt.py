@@ -3,6 +3,10 @@
     python examples/train_gpt.py                    # flash3; a full run on a GPU, a tiny one on CPU
     python examples/train_gpt.py --compare sdpa     # the same seeds with torch's attention too
 
+Sequences divided among processes, a GPU each (on CPU: gloo), and the same training in one process:
+
+    torchrun --nproc-per-node 2 examples/train_gpt.py --context-parallel 2 --compare flash3
+
 The weights are float32, autocast computes in bf16. Roundings differ between attention kernels, and
 training amplifies them: `--attention math --compare sdpa` shows how far torch's own two paths part.
 
@@ -17,11 +21,14 @@ import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+import context_parallel
 import stdlib_text
 import torch
 import torch.nn.functional as F
 from attention_time import attention_milliseconds
+from context_parallel import ALONE, Ranks
 from gpt import ATTENTIONS, GPT, GPTConfig
+from torch import nn
 from tqdm import tqdm
 
 REPORT_EVERY = 10  # steps between updates of the progress bar: reading a loss waits for the GPU
@@ -44,6 +51,15 @@ class Settings:
     learning_rate: float = 6e-4
     seed: int = 0
     device: str = "cuda"
+    context_parallel: int = 1  # ranks that divide each sequence
+    context_parallel_attention: str = "ring"  # and how, if there are several
+
+    @property
+    def label(self) -> str:
+        if self.context_parallel == 1:
+            return self.attention
+        how = self.context_parallel_attention
+        return f"{self.attention} on {self.context_parallel} ranks ({how})"
 
     @property
     def model(self) -> GPTConfig:
@@ -91,10 +107,22 @@ def learning_rate(step: int, settings: Settings) -> float:
     return settings.learning_rate * (0.55 + 0.45 * math.cos(math.pi * progress))
 
 
-def loss_of(model: GPT, text: torch.Tensor, settings: Settings, generator: torch.Generator):
-    inputs, targets = stdlib_text.windows(text, settings.batch, settings.context, generator)
-    with torch.autocast(settings.device.split(":")[0], torch.bfloat16):
-        logits = model(inputs)
+def autocast(settings: Settings) -> torch.autocast:
+    return torch.autocast(settings.device.split(":")[0], torch.bfloat16)
+
+
+def loss_of(
+    model: nn.Module,
+    text: torch.Tensor,
+    settings: Settings,
+    generator: torch.Generator,
+    ranks: Ranks,
+) -> torch.Tensor:
+    """The mean loss of the next windows; with several ranks of this rank's part of each."""
+    windows = stdlib_text.windows(text, settings.batch, settings.context, generator)
+    inputs, targets = (ranks.shard(x) for x in windows)
+    with autocast(settings):
+        logits = model(inputs, ranks.positions(inputs))
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
@@ -103,7 +131,9 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def fit(model: GPT, text: stdlib_text.Text, run: Run, progress: tqdm) -> None:
+def fit(
+    model: nn.Module, text: stdlib_text.Text, run: Run, progress: tqdm, ranks: Ranks = ALONE
+) -> None:
     """The training loop: fills the run's losses and speed."""
     settings, device = run.settings, torch.device(run.settings.device)
     generator = torch.Generator().manual_seed(settings.seed)
@@ -118,56 +148,69 @@ def fit(model: GPT, text: stdlib_text.Text, run: Run, progress: tqdm) -> None:
             start = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, settings)
-        loss = loss_of(model, text.train, settings, generator)
+        loss = loss_of(model, text.train, settings, generator, ranks)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
         if step > warm and step % REPORT_EVERY == 0:
-            shown = loss.item()
+            shown = ranks.mean(losses[-1]).item()
             elapsed = time.perf_counter() - start
             speed = (step + 1 - warm) * settings.batch * settings.context / elapsed
             progress.set_postfix_str(f"loss {shown:.3f}, {speed:,.0f} tokens/s")
     synchronize(device)
     run.step_ms = (time.perf_counter() - start) * 1e3 / (settings.steps - warm)
     run.tokens_per_second = settings.batch * settings.context / run.step_ms * 1e3
-    run.losses = torch.stack(losses).tolist()
+    run.losses = ranks.mean(torch.stack(losses)).tolist()
 
 
 @torch.no_grad()
-def validation_loss(model: GPT, text: stdlib_text.Text, settings: Settings) -> float:
+def validation_loss(
+    model: GPT, text: stdlib_text.Text, settings: Settings, ranks: Ranks = ALONE
+) -> float:
     generator = torch.Generator().manual_seed(1)
     losses = [
-        loss_of(model, text.validation, settings, generator) for _ in range(VALIDATION_BATCHES)
+        loss_of(model, text.validation, settings, generator, ranks)
+        for _ in range(VALIDATION_BATCHES)
     ]
-    return torch.stack(losses).mean().item()
+    return ranks.mean(torch.stack(losses)).mean().item()
 
 
 def generate(model: GPT, settings: Settings, prompt: str = "def ", length: int = 200) -> str:
     generator = torch.Generator().manual_seed(settings.seed)
     tokens = torch.tensor([list(prompt.encode())], device=settings.device)
-    with torch.autocast(settings.device.split(":")[0], torch.bfloat16):
+    with autocast(settings):
         tokens = model.generate(tokens, length, generator)
     return bytes(tokens[0].tolist()).decode(errors="replace")
 
 
-def train(settings: Settings, text: stdlib_text.Text, sample_length: int = 200) -> Run:
-    """Trains one model; everything random follows from settings.seed."""
+def train(
+    settings: Settings, text: stdlib_text.Text, sample_length: int = 200, ranks: Ranks = ALONE
+) -> Run:
+    """Trains one model; everything random follows from settings.seed.
+
+    With several ranks every rank calls it. All get the losses, the first one the sample.
+    """
     torch.manual_seed(settings.seed)  # weights are drawn on the CPU: the same on every device
     device = torch.device(settings.device)
     if device.type == "cpu":
         torch.set_num_threads(1)  # matrices this small: more threads mostly wait for each other
-    model = GPT(settings.model, settings.attention).to(device)
+    attention = ranks.attention(ATTENTIONS[settings.attention])
+    model = GPT(settings.model, attention).to(device)
     run = Run(settings)
-    name = f"training, {settings.attention}"
-    with tqdm(range(settings.steps), name, unit="step", dynamic_ncols=True) as progress:
-        fit(model, text, run, progress)
-    run.validation_loss = validation_loss(model, text, settings)
+    with tqdm(
+        range(settings.steps), f"training, {settings.label}", unit="step", dynamic_ncols=True,
+        disable=not ranks.first,
+    ) as progress:  # fmt: skip
+        fit(ranks.averaging(model), text, run, progress, ranks)
+    run.validation_loss = validation_loss(model, text, settings, ranks)
+    length = settings.context // settings.context_parallel
     run.attention_ms = attention_milliseconds(
-        settings.model, settings.attention, settings.batch, device
+        settings.model, attention, settings.batch, length, device
     )
-    if sample_length:
+    if sample_length and ranks.first:
+        model.use_attention(ATTENTIONS[settings.attention])  # the others are not waited for
         run.sample = generate(model, settings, length=sample_length)
     return run
 
@@ -192,7 +235,7 @@ def plot(runs: list[Run], path: Path) -> None:
     )  # fmt: skip
     styles = [{"color": "#d1495b", "linewidth": 2.2}, {"color": "#2e4057", "linestyle": "--"}]
     for run, style in zip(runs, styles, strict=False):
-        label = f"{run.settings.attention}, validation {run.validation_loss:.3f}"
+        label = f"{run.settings.label}, validation {run.validation_loss:.3f}"
         axes[0, 0].plot(run.losses, label=label, **style)
     s = runs[0].settings
     axes[0, 0].set_title(
@@ -202,10 +245,10 @@ def plot(runs: list[Run], path: Path) -> None:
     axes[0, 0].set_ylabel("training loss, nats per byte")
     axes[0, 0].legend(frameon=False)
     if lines == 2:
-        names = " - ".join(run.settings.attention for run in runs)
+        names = "\n- ".join(run.settings.label for run in runs)
         difference = [a - b for a, b in zip(runs[0].losses, runs[1].losses, strict=True)]
         axes[1, 0].plot(difference, color="#2e4057", linewidth=1)
-        axes[1, 0].set_ylabel(f"{names}")
+        axes[1, 0].set_ylabel(names)
     axes[-1, 0].set_xlabel("step")
     for axis in axes.flat:
         axis.grid(alpha=0.3)
@@ -218,7 +261,7 @@ def plot(runs: list[Run], path: Path) -> None:
 def describe(run: Run) -> str:
     spent = run.attention_ms
     return (
-        f"{run.settings.attention}: loss {run.losses[0]:.3f} -> {run.losses[-1]:.3f}, validation "
+        f"{run.settings.label}: loss {run.losses[0]:.3f} -> {run.losses[-1]:.3f}, validation "
         f"{run.validation_loss:.3f} nats per byte; {run.tokens_per_second:,.0f} tokens/s, "
         f"{run.step_ms:.1f} ms per step; attention of one layer {spent['forward']:.3f} ms forward, "
         f"{spent['backward']:.3f} ms backward, {run.attention_share:.0%} of the step"
@@ -228,7 +271,7 @@ def describe(run: Run) -> str:
 def compare(ours: Run, theirs: Run) -> str:
     largest, mean = loss_difference(ours, theirs)
     spent = [sum(run.attention_ms.values()) for run in (ours, theirs)]
-    name, other = ours.settings.attention, theirs.settings.attention
+    name, other = ours.settings.label, theirs.settings.label
     return (
         f"{name} against {other}, same seed: loss curves differ by at most {largest:.4f} and by "
         f"{mean:.4f} on average; attention takes {spent[0] / spent[1]:.2f} times {other}'s time, "
@@ -263,6 +306,8 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Settings]:
     add = parser.add_argument
     add("--attention", choices=ATTENTIONS, default="flash3")
     add("--compare", choices=ATTENTIONS, help="train again with this attention and compare")
+    add("--context-parallel", type=int, metavar="N", help="processes that divide each sequence")
+    add("--context-parallel-attention", choices=context_parallel.FUNCTIONS, help="default: ring")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--out", type=Path, default=Path("build/train_gpt"))
     large, tiny = default_settings("cuda"), default_settings("cpu")
@@ -278,19 +323,27 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Settings]:
     settings = replace(default_settings(args.device), **chosen)
     if settings.steps < 1 or settings.kv_heads < 1 or settings.heads % settings.kv_heads:
         parser.error("--steps must be positive and --heads a multiple of --kv-heads")
+    fault = context_parallel.fault(settings, args.context_parallel_attention)
+    if fault:
+        parser.error(fault)
     return args, settings
 
 
 def main(argv: list[str] | None = None) -> int:
     args, settings = parse(argv)
-    text = stdlib_text.load(torch.device(settings.device))
-    print(
-        f"{len(text.train) / 1e6:.1f} MB of text, {len(text.validation) / 1e6:.1f} MB held out; "
-        f"device {settings.device}"
-    )
-    runs = [train(settings, text)]
+    with context_parallel.joined(settings) as ranks:
+        text = stdlib_text.load(torch.device(settings.device))
+        if ranks.first:
+            print(
+                f"{len(text.train) / 1e6:.1f} MB of text, {len(text.validation) / 1e6:.1f} MB held "
+                f"out; device {settings.device}"
+            )
+        runs = [train(settings, text, ranks=ranks)]
+    if not ranks.first:
+        return 0
     if args.compare:
-        runs.append(train(replace(settings, attention=args.compare), text, sample_length=0))
+        alone = replace(settings, attention=args.compare, context_parallel=1)
+        runs.append(train(alone, text, sample_length=0))
     report(runs, args.out)
     return 0
 

@@ -1,18 +1,23 @@
-"""The examples on CPU: the text, the model, a short training run with both attentions, the demo."""
+"""The examples on CPU: the text, the model, a short training run with both attentions and on two ranks, the demo."""
 
 import json
 import math
+import os
+import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_processes
 
 pytest.importorskip("numpy")
 pytest.importorskip("tqdm")
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
+import context_parallel
 import demo
 import gpt
 import parity
@@ -20,6 +25,7 @@ import stdlib_text
 import train_gpt
 
 CPU = torch.device("cpu")
+EXAMPLES = Path(train_gpt.__file__).parent
 SHORT = replace(train_gpt.TINY, context=64, batch=8, steps=30)
 
 
@@ -83,13 +89,33 @@ def test_the_three_attentions_agree(heads, kv_heads):
 
 def test_model_does_not_see_the_future():
     torch.manual_seed(0)
-    model = gpt.GPT(SHORT.model, "flash3")
+    model = gpt.GPT(SHORT.model, gpt.flash3_attention)
     tokens = torch.randint(256, (1, 32))
     changed = tokens.clone()
     changed[0, 20:] = 0
     with torch.no_grad():
         a, b = model(tokens), model(changed)
     assert torch.equal(a[0, :20], b[0, :20]) and not torch.equal(a[0, 20:], b[0, 20:])
+
+
+def test_tokens_may_be_in_any_order_if_the_mask_knows_it():
+    """A zigzag shard is rotated by positions; with the mask of the same order the logits are those in sequence."""
+    torch.manual_seed(0)
+    order = torch.randperm(32)
+    visible = order[:, None] >= order
+
+    def in_that_order(q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, visible, enable_gqa=True)
+        return out.transpose(1, 2)
+
+    model = gpt.GPT(SHORT.model, gpt.sdpa_attention)
+    tokens = torch.randint(256, (1, 32))
+    with torch.no_grad():
+        logits = model(tokens)
+        model.use_attention(in_that_order)
+        permuted = model(tokens[:, order], order)
+    torch.testing.assert_close(permuted, logits[:, order], rtol=1e-4, atol=1e-5)
 
 
 def test_learning_rate_warms_up_and_falls_to_a_tenth():
@@ -135,6 +161,95 @@ def test_command_line_of_train_gpt(tmp_path, capsys):
     with pytest.raises(SystemExit):
         train_gpt.main(["--device", "cpu", "--heads", "3", "--kv-heads", "2"])
     assert "--heads a multiple of --kv-heads" in capsys.readouterr().err
+
+
+def float32_losses(settings, text, ranks=context_parallel.ALONE):
+    """Losses of a few steps in float32, and of the held-out text."""
+    train_gpt.autocast, kept = lambda settings: nullcontext(), train_gpt.autocast
+    try:
+        run = train_gpt.train(settings, text, sample_length=0, ranks=ranks)
+    finally:
+        train_gpt.autocast = kept
+    return [*run.losses, run.validation_loss]
+
+
+FEW_STEPS = replace(SHORT, batch=4, steps=8)
+
+
+def divided(how, size):
+    return replace(FEW_STEPS, context_parallel=size, context_parallel_attention=how)
+
+
+def losses_on_a_rank(rank, size):
+    text = stdlib_text.load(CPU)
+    return {
+        how: float32_losses(divided(how, size), text, context_parallel.ContextParallel(how))
+        for how in context_parallel.FUNCTIONS
+    }
+
+
+@pytest.mark.slow
+def test_ranks_learn_what_one_process_learns(text):
+    """In float32, where rounding hides nothing: in bfloat16 partial results are rounded in other places."""
+    alone = float32_losses(FEW_STEPS, text)
+    assert alone[-2] < alone[0] - 1
+    for outcome in run_processes(2, losses_on_a_rank):
+        assert not isinstance(outcome, str), outcome
+        for how, losses in outcome.items():
+            assert losses == pytest.approx(alone, abs=1e-5), how
+
+
+@pytest.mark.slow
+def test_torchrun_divides_the_context_and_compares_with_one_process(tmp_path):
+    pytest.importorskip("matplotlib")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = "--device cpu --context-parallel 2 --compare flash3 --context 64 --batch 4 --steps 6"
+    command = [sys.executable, *torchrun, str(EXAMPLES / "train_gpt.py"), *options.split()]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(
+        [*command, "--out", str(tmp_path / "out")],
+        env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("MB of text") == ran.stdout.count("Loss curve") == 1
+    assert "flash3 on 2 ranks (ring) against flash3, same seed" in ran.stdout
+    assert ran.stderr.count("training, flash3 on 2 ranks (ring):   0%") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"loss.json", "loss.png"}
+    divided, alone = json.loads((tmp_path / "out" / "loss.json").read_text())
+    assert divided["settings"]["context_parallel"] == 2 and divided["sample"]
+    assert alone["settings"]["context_parallel"] == 1
+    # bfloat16 has 8 bits; the loss is a mean over 256 bytes.
+    assert divided["losses"] == pytest.approx(alone["losses"], abs=5e-3)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ("--context-parallel 3", "must be the number of processes, 2, got 3"),
+        ("--context-parallel 0", "must be the number of processes, 2, got 0"),
+        ("", "must be the number of processes, 2, got 1"),
+        ("--context-parallel 2 --context 66", "--context must be a multiple of 4"),
+        ("--context-parallel 2 --attention sdpa", "for --attention flash3, got sdpa"),
+        ("--context-parallel 2 --device cuda:1", "a GPU for each rank, or cpu, got cuda:1"),
+    ],
+)
+def test_context_parallel_settings_that_do_not_fit(options, words, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):
+        train_gpt.main(["--device", "cpu", *options.split()])
+    assert words in capsys.readouterr().err
+
+
+def test_context_parallel_needs_processes(monkeypatch, capsys):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for options, words in [
+        ("--context-parallel 2", "must be the number of processes, 1, got 2; torchrun"),
+        ("--context-parallel-attention ring", "--context-parallel-attention needs"),
+    ]:
+        with pytest.raises(SystemExit):
+            train_gpt.main(["--device", "cpu", *options.split()])
+        assert words in capsys.readouterr().err
 
 
 def test_demo_on_cpu(monkeypatch, tmp_path, capsys):
