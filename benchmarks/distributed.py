@@ -36,6 +36,7 @@ OURS = {
     "ulysses": distributed.ulysses_attn_func,
 }
 TORCH = {"torch-cudnn": SDPBackend.CUDNN_ATTENTION, "torch-flash": SDPBackend.FLASH_ATTENTION}
+TORCH_FLASH3 = "torch-flash3"  # torch's context_parallel with flash3 as torch's flash attention
 ALONE = "alone"  # one GPU
 
 
@@ -92,6 +93,26 @@ def torch_context(mesh: DeviceMesh, backend: SDPBackend) -> Callable:
     return context
 
 
+def flash3_in(context: Callable) -> Callable:
+    """The context with flash3 as torch's flash attention, torch's own outside of it."""
+    from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
+
+    from flash3 import sdpa
+
+    sdpa.register()
+
+    @contextmanager
+    def activated():
+        activate_flash_attention_impl(sdpa.NAME)
+        try:
+            with context():
+                yield
+        finally:
+            restore_flash_attention_impl()
+
+    return activated
+
+
 def contenders(cell: Cell, mesh: DeviceMesh, names: list[str], alone_tokens: int) -> dict:
     """{name: (contender, tokens of the whole sequence, GPUs that share it)}."""
     size, backward = mesh.size(), cell.mode == "both"
@@ -104,6 +125,10 @@ def contenders(cell: Cell, mesh: DeviceMesh, names: list[str], alone_tokens: int
             made[name] = Contender(name, calling(forward, shard, backward)), cell.seqlen, size
         elif name in TORCH:
             context = torch_context(mesh, TORCH[name])
+            call = calling(torch_forward(cell.causal), shard, backward)
+            made[name] = Contender(name, call, context), cell.seqlen, size
+        else:
+            context = flash3_in(torch_context(mesh, SDPBackend.FLASH_ATTENTION))
             call = calling(torch_forward(cell.causal), shard, backward)
             made[name] = Contender(name, call, context), cell.seqlen, size
     length = min(cell.seqlen, alone_tokens)
@@ -207,16 +232,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--dtype", choices=DTYPES, default="bf16")
     add("--mask", choices=("full", "causal"), default="causal")
     add("--modes", type=lambda text: text.split(","), default=["fwd", "both"], help="fwd,both")
-    add("--only", type=lambda text: text.split(","), default=[*OURS, *TORCH], help="who runs")
+    everybody = [*OURS, *TORCH, TORCH_FLASH3]
+    add("--only", type=lambda text: text.split(","), default=everybody, help="who runs")
     add("--alone", type=int, default=131072, help="longest sequence of the one-GPU run, in tokens")
     add("--rounds", type=int, default=5, help="samples per contender")
     add("--timeline", action="store_true", help="profile each of ours, last tokens, every mode")
     add("--out", type=Path, help="folder for JSON, the table and the timelines")
     add("--name", default="distributed")
     args = parser.parse_args(argv)
-    unknown = set(args.only) - {*OURS, *TORCH}
-    if unknown:
-        parser.error(f"--only: unknown {', '.join(sorted(unknown))}; {', '.join([*OURS, *TORCH])}")
+    if unknown := set(args.only) - set(everybody):
+        parser.error(f"--only: unknown {', '.join(unknown)}; there are {', '.join(everybody)}")
     return args
 
 
