@@ -74,15 +74,18 @@ class Pass:
 
 
 def ring(problem: Problem, direction: str) -> Pass:
-    """k and v go to the next rank beside every step but the last. In the backward the float32 sums of dk and dv follow
-    one step behind, and their last hop, home, is beside nothing."""
+    """k and v go to the next rank beside every step but the last. In the backward the sums of dk and dv follow one step
+    behind, in float32 but for the first hop, which carries one part, and the last, home, which carries the rounded sum
+    and is beside nothing."""
     n = problem.ranks
     kernel = problem.flops(direction) / n / SPEED[direction]
     kv = 2 * problem.bytes_of(problem.heads_kv, HALF)
     if direction == "forward" or n == 1:
         return Pass(kernel, [kv] * (n - 1) + [0], 0)
-    dkv = 2 * problem.bytes_of(problem.heads_kv, SINGLE)
-    return Pass(kernel, [kv] + [kv + dkv] * (n - 2) + [dkv], dkv)
+    kv_later = [kv] * (n - 2) + [0]
+    dkv = [kv] + [2 * problem.bytes_of(problem.heads_kv, SINGLE)] * (n - 2)
+    beside = [kv] + [a + b for a, b in zip(kv_later, dkv, strict=True)]
+    return Pass(kernel, beside, exposed=kv)
 
 
 def heads_per_step(heads_kv: int) -> int:

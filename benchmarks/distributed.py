@@ -27,6 +27,7 @@ from flash3 import distributed
 
 from . import timeline
 from .machine import describe_machine, gpu_state
+from .report import markdown_table, update_file
 from .shapes import DTYPES, Cell
 from .timing import Contender, elapsed_ms
 
@@ -193,27 +194,54 @@ def measure(cell: Cell, mesh: DeviceMesh, args) -> dict:
     return {"cell": cell.as_dict(), "alone_tokens": made[ALONE][1], "results": results}
 
 
-def table(rows: list[dict], size: int) -> str:
-    lines = [
-        f"{size} GPUs; ms, TFLOP/s per GPU (share of one GPU's), tokens/s",
-        "| shape | " + " | ".join(rows[0]["results"]) + " |",
-        "|---" * (1 + len(rows[0]["results"])) + "|",
-    ]
-    for row in rows:
-        cell = row["cell"]
-        what = "forward and backward" if cell["mode"] == "both" else "forward"
-        mask = "causal" if cell["causal"] else "full"
-        line = f"| {cell['seqlen'] >> 10}k tokens, {cell['heads']}/{cell['heads_kv']} heads, {mask}, {what}"
-        for found in row["results"].values():
+NAMES = {
+    "ring": "ring_attn_func",
+    "allgather": "allgather_attn_func",
+    "ulysses": "ulysses_attn_func",
+    "torch-cudnn": "context_parallel of torch, cuDNN",
+    "torch-flash": "context_parallel of torch, its flash",
+    TORCH_FLASH3: "context_parallel of torch, flash3",
+}
+
+
+def describe_cell(cell: dict) -> str:
+    what = "forward and backward" if cell["mode"] == "both" else "forward"
+    mask = "causal" if cell["causal"] else "full"
+    return (
+        f"{cell['seqlen'] >> 10}k tokens, {cell['heads']}/{cell['heads_kv']} heads, {mask}, {what}"
+    )
+
+
+def table(result: dict) -> str:
+    """One line for each shape and way; one GPU alone is the measure of `share`."""
+    lines = []
+    for row in result["rows"]:
+        for name, found in row["results"].items():
+            tokens = f", {row['alone_tokens'] >> 10}k tokens" if name == ALONE else ""
+            line = [describe_cell(row["cell"]), NAMES.get(name, f"one GPU{tokens}")]
             if "error" in found:
-                line += " | " + found["error"].split("\n")[0][:60]
+                lines.append([*line, found["error"].split("\n")[0][:60], "", "", ""])
                 continue
-            line += (
-                f" | {found['ms']:.2f} ms, {found['tflops_per_gpu']:.0f} "
-                f"({found.get('share', float('nan')):.2f}), {found['tokens_per_second']:,.0f}"
-            )
-        lines.append(line + " |")
-    return "\n".join(lines)
+            line += [f"{found['ms']:,.2f}", f"{found['tflops_per_gpu']:.0f}"]
+            share = f"{found['share']:.2f}" if "share" in found else "-"
+            lines.append([*line, share, f"{found['tokens_per_second']:,.0f}"])
+    header = [f"{result['gpus']} GPUs: shape", "by", "ms", "TFLOP/s per GPU", "share", "tokens/s"]
+    return markdown_table(header, lines)
+
+
+def report(files: list[Path], target: Path | None) -> str:
+    """The tables of stored results and what their timelines say, into a document if there is one."""
+    results = [json.loads(file.read_text()) for file in files]
+    parts = [table(result) for result in results]
+    for result in results:
+        last = result["rows"][-1]["cell"]
+        shape = f"{last['seqlen'] >> 10}k tokens, {last['heads']}/{last['heads_kv']} heads"
+        lines = [f"- {name}: {timeline.describe(x)}" for name, x in result["timelines"].items()]
+        if lines:
+            parts.append("\n".join([f"One call, {shape}, rank 0:", "", *lines]))
+    if target is not None:
+        update_file(target, {"distributed": "\n\n".join(parts)})
+    return "\n\n".join(parts)
 
 
 def integers(text: str) -> list[int]:
@@ -239,6 +267,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--timeline", action="store_true", help="profile each of ours, last tokens, every mode")
     add("--out", type=Path, help="folder for JSON, the table and the timelines")
     add("--name", default="distributed")
+    add("--report", type=Path, nargs="+", metavar="FILE.json", help="render results, run nothing")
+    add("--write", type=Path, help="with --report: file whose <!-- bench:distributed --> to fill")
     args = parser.parse_args(argv)
     if unknown := set(args.only) - set(everybody):
         parser.error(f"--only: unknown {', '.join(unknown)}; there are {', '.join(everybody)}")
@@ -269,6 +299,9 @@ def timelines(mesh: DeviceMesh, device: torch.device, args) -> dict:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
+    if args.report:
+        print(report(args.report, args.write))
+        return 0
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -282,17 +315,16 @@ def main(argv: list[str] | None = None) -> int:
         row = measure(cell, mesh, args)
         result["rows"].append(row)
         if first:
-            print(table([row], mesh.size()).splitlines()[-1], flush=True)
+            print(table({**result, "rows": [row]}), flush=True)
     if args.timeline:
         result["timelines"] = timelines(mesh, device, args)
     if first:
-        print("\n" + table(result["rows"], mesh.size()))
+        print("\n" + table(result))
         for name, found in result["timelines"].items():
             print(f"{name}: {timeline.describe(found)}")
         if args.out:
             args.out.mkdir(parents=True, exist_ok=True)
             (args.out / f"{args.name}.json").write_text(json.dumps(result, indent=1) + "\n")
-            (args.out / f"{args.name}.md").write_text(table(result["rows"], mesh.size()) + "\n")
     dist.destroy_process_group()
     return 0
 
