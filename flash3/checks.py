@@ -19,7 +19,6 @@ HOPPER = (
     0,
 )  # compute capability; the kernels are compiled for sm_90a, which runs on nothing else
 MAX_HEAD_DIM = 256
-MAX_GRADIENT_HEAD_DIM = 128  # of the CUDA kernels; the reference has gradients for every head_dim
 HEAD_DIM_STEP = 8
 
 # Bounds of a scale that stays a normal number in float32. Zero and below are out: the kernels scale the row maximum.
@@ -110,17 +109,6 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> int:
     if v_shape != k_shape:
         _raise_v_shape(v_shape, k_shape)
     return head_dim
-
-
-def check_gradient(head_dim: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raises NotImplementedError if a call on CUDA tensors is to be differentiated that has no backward kernel."""
-    if head_dim <= MAX_GRADIENT_HEAD_DIM or not q.is_cuda or not torch.is_grad_enabled():
-        return
-    if q.requires_grad or k.requires_grad or v.requires_grad:
-        raise NotImplementedError(
-            f"q: head_dim {head_dim} has no gradient on CUDA yet, only head_dim up to {MAX_GRADIENT_HEAD_DIM}; call "
-            "under torch.no_grad() or detach q, k and v"
-        )
 
 
 def check_scale(softmax_scale: float) -> float:

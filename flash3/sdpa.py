@@ -305,9 +305,7 @@ def _is_causal(causal: bool, left: int | None, right: int | None) -> bool:
 
 def _check(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> float:
     """Checks tensors in flash3's layout as the public function does; returns the scale."""
-    head_dim = checks.check_tensors(q, k, v)
-    checks.check_gradient(head_dim, q, k, v)
-    return _softmax_scale(scale, head_dim)
+    return _softmax_scale(scale, checks.check_tensors(q, k, v))
 
 
 def _check_heads_first(
@@ -320,10 +318,7 @@ def _check_heads_first(
             f"query, key, value: must be (batch, heads, seqlen, head_dim), got shapes {shapes}"
         )
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    head_dim = checks.check_tensors(q, k, v)
-    # Of the arguments, as views that are made below autograd do not ask for gradients.
-    checks.check_gradient(head_dim, query, key, value)
-    return q, k, v, _softmax_scale(scale, head_dim)
+    return q, k, v, _softmax_scale(scale, checks.check_tensors(q, k, v))
 
 
 def _softmax_scale(scale: float | None, head_dim: int) -> float:

@@ -35,7 +35,7 @@ LONG = [(1, 4097), (2, 16411), (1537, 2049), (3001, 2999)]
 EMPTY = [(0, 5), (7, 0), (0, 0)]
 
 HEAD_DIMS = list(range(8, 129, 8))
-WIDE_HEAD_DIMS = list(range(136, 257, 8))  # the kernels' forward alone
+WIDE_HEAD_DIMS = list(range(136, 257, 8))
 HEADS = [(1, 1), (6, 6), (6, 2), (6, 1), (5, 1), (8, 4), (12, 3), (16, 2)]  # (query, key/value)
 HALF_DTYPES = [torch.float16, torch.bfloat16]
 

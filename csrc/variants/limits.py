@@ -34,6 +34,11 @@ class LimitError(ValueError):
     """A row asks for more than the machine has; the message names the row and every limit it breaks."""
 
 
+def keys_shared(row: Bwd) -> bool:
+    """Whether both warpgroups work on the same 64 keys, kKeysShared of backward/traits.cuh."""
+    return row.n == WARPGROUP_ROWS
+
+
 def smem_bytes(row: Fwd | Bwd) -> int:
     """Shared memory of one CTA, in bytes."""
     head_dim = row.key.head_dim
@@ -42,7 +47,8 @@ def smem_bytes(row: Fwd | Bwd) -> int:
         return rows_held * head_dim * ELEMENT_BYTES + BARRIER_BYTES
     keys_and_values = 2 * row.n * head_dim * ELEMENT_BYTES
     queries = (row.q_stages + row.do_stages) * row.m * head_dim * ELEMENT_BYTES
-    d_scores = DS_STAGES * row.m * row.n * ELEMENT_BYTES
+    # dS, and P where the warpgroups share their keys
+    d_scores = DS_STAGES * row.m * row.n * ELEMENT_BYTES * (2 if keys_shared(row) else 1)
     row_statistics = (
         (row.q_stages + row.do_stages) * row.m * 4
     )  # lse beside Q, dPsum beside dO, fp32
@@ -63,8 +69,8 @@ def registers(row: Fwd | Bwd) -> int:
     scores = row.n * row.m / threads
     d_query = row.m * head_dim / threads
     packed = scores / 2  # two to a register
-    # S and dP of a step stand side by side; before that, the next S beside packed P and dQ.
-    fullest = max(2 * scores, scores + packed + d_query)
+    # S and dP of a step stand side by side; before that, the next S beside dQ, and beside P unless shared memory has it.
+    fullest = max(2 * scores, scores + (0 if keys_shared(row) else packed) + d_query)
     return int(d_key_value + fullest) + OTHER_REGISTERS
 
 
@@ -77,7 +83,8 @@ def gemm_widths(row: Fwd | Bwd) -> set[int]:
         return {row.n, head_dim} | ({row.n // 2} if half_steps else set())  # S = Q K^T, O = P V
     # dQ (m x head_dim) is split over the warpgroups by rows where m allows it, else by columns.
     d_query = head_dim * (row.m // WARPGROUP_ROWS) // row.mma_warpgroups
-    return {row.m, head_dim, d_query}  # S^T and dP^T, dV and dK, dQ
+    divided = row.mma_warpgroups if keys_shared(row) else 1
+    return {row.m // divided, head_dim // divided, d_query}  # S^T and dP^T, dV and dK, dQ
 
 
 def problems(row: Fwd | Bwd) -> list[str]:
@@ -111,7 +118,10 @@ def problems(row: Fwd | Bwd) -> list[str]:
         stages = (row.q_stages, row.kv_stages)
     else:
         expected = WARPGROUP_ROWS * row.mma_warpgroups
-        require(row.n == expected, f"n {row.n} is not 64 * mma_warpgroups = {expected}")
+        require(
+            row.n in (WARPGROUP_ROWS, expected),
+            f"n {row.n} is not 64, or 64 * mma_warpgroups = {expected}",
+        )
         require(
             row.m in (WARPGROUP_ROWS, 2 * WARPGROUP_ROWS),
             f"m {row.m} is not {WARPGROUP_ROWS} or {2 * WARPGROUP_ROWS}, between which dQ can be split",

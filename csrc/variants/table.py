@@ -94,6 +94,8 @@ BACKWARD: list[Bwd] = [
     *_bwd( 64, "causal", m=128, n=128, q_stages=2, do_stages=2, mma_warpgroups=2, why="E010"),
     *_bwd(128, "full",   m=64,  n=128, q_stages=4, do_stages=2, mma_warpgroups=2, why="E004"),
     *_bwd(128, "causal", m=64,  n=128, q_stages=4, do_stages=2, mma_warpgroups=2, why="E004"),
+    *_bwd(256, "full",   m=64,  n=64,  q_stages=2, do_stages=2, mma_warpgroups=2, why="E018"),
+    *_bwd(256, "causal", m=64,  n=64,  q_stages=2, do_stages=2, mma_warpgroups=2, why="E018"),
 ]
 # fmt: on
 
@@ -105,6 +107,7 @@ CORE = (
     "fwd_bf16_hd256_causal",
     "bwd_bf16_hd128_causal",
     "bwd_bf16_hd64_full",
+    "bwd_bf16_hd256_causal",
 )
 
 

@@ -12,7 +12,7 @@ SMALL = both_masks([Case(200, 333, d, num_heads_q=4) for d in (40, 64, 128)])
 CONTENDED = both_masks(
     [
         Case(2048, 2048, d, num_heads_q=8, num_heads_kv=num_heads_kv)
-        for d in (64, 128)
+        for d in (64, 128, 256)
         for num_heads_kv in (4, 1)  # 1: clusters of CTAs sum dK and dV
     ]
 )
@@ -58,7 +58,7 @@ def test_backward_under_contention(case, dtype, flash3_rows):
     assert_repeats(lambda: deterministic_gradients(inputs, case), 60)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_backward_beside_other_work(head_dim, flash3_rows):
     """A matmul on another stream takes multiprocessors away, so that blocks start in another order."""
     flash3_rows(torch.bfloat16, head_dim, True)

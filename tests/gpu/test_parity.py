@@ -25,17 +25,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerance import assert_as_accurate
 
-import flash3
-from flash3.checks import MAX_GRADIENT_HEAD_DIM
-
 
 def check(case: Case, dtype, *, dlse=False, magnitude=1.0, inputs=None, **arguments) -> Result:
     """Runs a case and applies the rule; skips what the build lacks, after checking the forward if that is there."""
-    passes = ("fwd", "bwd") if case.head_dim <= MAX_GRADIENT_HEAD_DIM else ("fwd",)
-    missing = [p for p in passes if not row_built(p, dtype, case.head_dim, case.causal)]
+    missing = [p for p in ("fwd", "bwd") if not row_built(p, dtype, case.head_dim, case.causal)]
     if "fwd" in missing:
         pytest.skip("not built: forward row")
-    backward = "bwd" in passes and "bwd" not in missing
+    backward = "bwd" not in missing
     inputs = inputs or case.inputs(dtype, "cuda", dlse=dlse, magnitude=magnitude)
     result = run_flash3(inputs, backward=backward, causal=case.causal, **arguments)
     arguments.pop("deterministic", None)
@@ -83,17 +79,6 @@ def test_lengths_of_wide_heads(case, head_dim, dtype):
     check(case.with_(head_dim=head_dim), dtype)
 
 
-def test_wide_heads_have_no_gradient_yet(flash3_rows):
-    flash3_rows(torch.bfloat16, 192, False, passes=("fwd",))
-    q, k, v = (torch.randn(1, 9, 2, 192, dtype=torch.bfloat16, device="cuda") for _ in "qkv")
-    out = flash3.flash_attn_func(q, k, v)
-    q.requires_grad_()
-    with pytest.raises(NotImplementedError, match="head_dim 192 has no gradient on CUDA yet"):
-        flash3.flash_attn_func(q, k, v)
-    with torch.no_grad():
-        assert torch.equal(flash3.flash_attn_func(q, k, v), out)
-
-
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("case", by_heads(HEADS, seqlen_q=209, seqlen_k=330), ids=str)
 def test_head_ratios(case, head_dim):
@@ -121,7 +106,7 @@ def test_lse_gradient(case, head_dim, dtype, deterministic):
     check(case.with_(head_dim=head_dim), dtype, dlse=True, deterministic=deterministic)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_lse_gradient_alone(head_dim, flash3_rows):
     """Nothing but lse reaches the loss: dv must be exactly zero."""
     flash3_rows(torch.bfloat16, head_dim, False)
@@ -136,7 +121,7 @@ def test_softmax_scale(case, softmax_scale):
     check(case, torch.bfloat16, softmax_scale=softmax_scale)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(
     "case", by_length([(300, 77), (513, 512), (200, 1)], num_heads_q=4), ids=str
 )

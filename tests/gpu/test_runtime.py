@@ -9,7 +9,7 @@ from tolerance import assert_as_accurate
 import flash3
 
 BF16 = torch.bfloat16
-CASES = both_masks([Case(300, 400, d, num_heads_q=4) for d in (64, 128)])
+CASES = both_masks([Case(300, 400, d, num_heads_q=4) for d in (64, 128, 256)])
 
 
 def leaves_of(inputs):

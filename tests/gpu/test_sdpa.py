@@ -14,7 +14,7 @@ from torch.nn import attention as registry
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flash3
-from flash3 import checks, sdpa
+from flash3 import sdpa
 
 BF16 = torch.bfloat16
 CASES = both_masks(
@@ -209,17 +209,6 @@ def test_compile(heads_kv, layout, backend, active, deterministic, flash3_rows):
     assert_equal(results, run(block))
     ours = flash3.flash_attn_func(inputs.q * 2, inputs.k, inputs.v, causal=True) * 2
     assert torch.equal(results[0].transpose(1, 2), ours)
-
-
-def test_head_dim_without_a_gradient(active, flash3_rows):
-    if checks.MAX_GRADIENT_HEAD_DIM >= 256:
-        pytest.skip("every head_dim has a gradient")
-    flash3_rows(BF16, 256, True, passes=("fwd",))
-    inputs = Case(100, 100, 256).inputs(BF16, "cuda")
-    qkv = inputs.q, inputs.k, inputs.v
-    assert torch.equal(attend(*qkv, True), flash3.flash_attn_func(*qkv, causal=True))
-    with pytest.raises(NotImplementedError, match="head_dim 256 has no gradient"):
-        attend(inputs.q.requires_grad_(), inputs.k, inputs.v, True)
 
 
 def test_dropout_raises(active):

@@ -24,7 +24,7 @@ def poison_free_memory() -> None:
     del blocks
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("view", VIEWS, ids=lambda f: f.__name__)
 def test_views_have_the_gradients_of_their_copies(view, causal, head_dim, flash3_rows):
@@ -45,7 +45,7 @@ def test_views_have_the_gradients_of_their_copies(view, causal, head_dim, flash3
         assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_gradient_of_a_sum(head_dim, flash3_rows):
     """dout and dlse arrive as one number expanded over their shape."""
     flash3_rows(BF16, head_dim, True)

@@ -32,13 +32,14 @@ template <class Row>
 struct BwdClusterSum {
   using T = BwdTraits<Row>;
   using Element = typename T::Element;
-  static constexpr int kPieces = T::kHeadDim / kBoxColumns;  // of one gradient
+  static constexpr int kPieces = T::kGradientColumns / kBoxColumns;  // of a warpgroup's gradient
   static constexpr int kVectors =
       kBoxColumns * kRowsPerWarpgroup / kThreadsPerWarpgroup / 4;  // of a thread
+  static constexpr int kConsumerRows = T::kMmaWarpgroups * kRowsPerWarpgroup;
   using Piece = float4[kVectors][T::kConsumerThreads];
   // Behind the pieces, the slots of dS stage the sums.
   static_assert(2 * kPieces * sizeof(Piece) <= offsetof(BwdSmem<Row>, ds));
-  static_assert(T::kN * kBoxColumns <= T::kN * T::kM * T::kDsSlots);
+  static_assert(kConsumerRows * kBoxColumns <= T::kN * T::kM * T::kDsSlots);
 
   BwdArgs<Row> const& args;
   BwdSmem<Row>& smem;
@@ -90,15 +91,17 @@ struct BwdClusterSum {
     }
     Tensor rounded = make_tensor<Element>(sum.layout());
     convert(sum, rounded);
-    int const row = warp_row_in_tile(warpgroup);
+    int const row = warp_row_in_tile(T::kKeysShared ? 0 : warpgroup);
     bool const first_lane = threadIdx.x % kThreadsPerWarp == 0;
     if (first_lane) tma_store_wait<0>();  // the piece before it, from the same rows
     __syncwarp();
-    Element* const staging = smem.ds[0];
+    Element* const staging = smem.ds[0] + (T::kKeysShared ? warpgroup * T::kN * kBoxColumns : 0);
+    int const first_box = T::kKeysShared ? warpgroup * kPieces : 0;
     stage_warp_rows<T::kN, kBoxColumns>(rounded, staging, row);
     if (first_lane) {
       tma_store_box(piece < kPieces ? args.dk : args.dv, staging + row * kBoxColumns,
-                    piece % kPieces, {tile.n_block * T::kN + row, tile.kv_head, tile.batch});
+                    first_box + piece % kPieces,
+                    {tile.n_block * T::kN + row, tile.kv_head, tile.batch});
       tma_store_arrive();
     }
   }

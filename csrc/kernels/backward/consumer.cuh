@@ -61,6 +61,12 @@ struct BwdConsumer {
 
   CUTLASS_DEVICE int consumer_thread() const { return threadIdx.x - kThreadsPerWarpgroup; }
 
+  // Of the warp's part of the scores, within the tile.
+  CUTLASS_DEVICE int first_key() const { return warp_row_in_tile(T::kKeysShared ? 0 : warpgroup); }
+  CUTLASS_DEVICE int first_query() const {
+    return T::kKeysShared ? warpgroup * T::kScoreColumns : 0;
+  }
+
   // The schedule of a step, with what runs under the tensor cores:
   //
   //   dV(j)                 dS(j) = P(j) * (dP(j) - dPsum), staged for the other warpgroup
@@ -109,19 +115,28 @@ struct BwdConsumer {
       constexpr bool kLast = decltype(last)::value;
       auto const q_at = QRing::after(j);
       auto const do_at = DoRing::after(j);
-      int const ds_slot = j % T::kDsSlots;
+      int const ds_slot = j % T::kDsSlots, p_slot = T::kDsSlots + ds_slot;
       to_score_gradients(dp, s, smem.dpsum[do_at.slot]);
       Tensor rounded_ds = make_operand_a_like<Element>(dp);
       convert(dp, rounded_ds);
-      stage_warp_rows<T::kN, T::kM>(rounded_ds, smem.ds[ds_slot], warp_row_in_tile(warpgroup));
+      stage_warp_rows<T::kN, T::kScoreColumns>(rounded_ds, smem.ds[ds_slot], first_key(),
+                                               first_query());
       // Only now, when dP's registers are free: rounding P takes half as many as it frees, and dV
       // keeps them until it is done.
       Tensor p = make_operand_a_like<Element>(s);
       convert(s, p);
-      issue_gemm<Accumulate::kAdd>(mma_dv, p, tVrDo(_, _, _, do_at.slot), dv);
-      // Orders this step's writes of dS before its reads, and the last step's reads before the next
-      // step's writes to the same slot.
+      if constexpr (T::kKeysShared) {
+        stage_warp_rows<T::kN, T::kScoreColumns>(p, smem.ds[p_slot], first_key(), first_query());
+      } else {
+        issue_gemm<Accumulate::kAdd>(mma_dv, p, tVrDo(_, _, _, do_at.slot), dv);
+      }
+      // Orders this step's writes of dS (and P) before its reads, and the last step's reads before
+      // the next step's writes to the same slot.
       named_barrier_sync(BwdBarrier::kDsReady, T::kConsumerThreads);
+      if constexpr (T::kKeysShared) {
+        issue_gemm<Accumulate::kAdd>(mma_dv, tKrDs(_, _, _, p_slot), tVrDo(_, _, _, do_at.slot),
+                                     dv);
+      }
       Tensor dq = partition_fragment_C(mma_dq, Shape<Int<T::kM>, Int<T::kHeadDim>>{});
       issue_gemm<Accumulate::kReplace>(mma_dq, tQrDs(_, _, _, ds_slot), formed_in_place(tQrK), dq);
       auto const q_next = QRing::after(j + 1);
@@ -161,9 +176,10 @@ struct BwdConsumer {
     auto const mask = args.mask();
     CUTLASS_PRAGMA_UNROLL
     for (int r = 0; r < 2; ++r) {
-      int const key = n_block * T::kN + warp_row_in_tile(warpgroup) + lane_first_row() + 8 * r;
+      int const key = n_block * T::kN + first_key() + lane_first_row() + 8 * r;
       int const first_query = key < args.seqlen_k ? mask.first_query(key) : args.seqlen_q_rounded;
-      int const first_column = first_query - m_block * T::kM - lane_first_column();
+      int const first_column =
+          first_query - m_block * T::kM - this->first_query() - lane_first_column();
       CUTLASS_PRAGMA_UNROLL
       for (int j = 0; j < size<1>(scores); ++j) {
         if (accumulator_column(j) < first_column) scores(r, j) = -INFINITY;
@@ -178,7 +194,7 @@ struct BwdConsumer {
     if (args.mask().template cuts<T::kN>(at.m_block * T::kM, tile.n_block * T::kN)) {
       mask_scores(scores, at.m_block, tile.n_block);
     }
-    float const* const lse_log2 = smem.lse_log2[slot];
+    float const* const lse_log2 = smem.lse_log2[slot] + first_query();
     float const scale_log2 = args.softmax_scale * kLog2e;
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < size<1>(scores); j += 2) {
@@ -199,7 +215,7 @@ struct BwdConsumer {
     auto const p = rows_and_columns(p_fragment);
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < size<1>(dp); j += 2) {
-      float2 const sum = row_stats(dpsum, j);
+      float2 const sum = row_stats(dpsum + first_query(), j);
       CUTLASS_PRAGMA_UNROLL
       for (int r = 0; r < 2; ++r) {
         dp(r, j) = p(r, j) * (dp(r, j) - sum.x);
@@ -252,10 +268,12 @@ struct BwdConsumer {
                                      Element* staging, KeyTile tile) {
     Tensor rounded = make_tensor<Element>(gradient.layout());
     convert(gradient, rounded);
-    int const row = warp_row_in_tile(warpgroup);
-    stage_warp_rows<T::kN, T::kHeadDim>(rounded, staging, row);
-    store_warp_rows<T::kN, T::kHeadDim>(map, staging, row,
-                                        {tile.n_block * T::kN, tile.kv_head, tile.batch});
+    constexpr int kColumns = T::kGradientColumns;
+    int const first_column = T::kKeysShared ? warpgroup * kColumns : 0;
+    stage_warp_rows<T::kN, kColumns>(rounded, staging, first_key(), first_column);
+    store_warp_rows<T::kN, kColumns>(map, staging, first_key(),
+                                     {tile.n_block * T::kN, tile.kv_head, tile.batch},
+                                     first_column / kBoxColumns);
   }
 };
 

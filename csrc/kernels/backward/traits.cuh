@@ -24,11 +24,19 @@ struct BwdTraits {
   static constexpr int kThreads = kConsumerThreads + kThreadsPerWarpgroup;
   static constexpr RegisterBudget kRegisters = {24, 240};
   static_assert(kMmaWarpgroups == 2, "the register budget is for two consumer warpgroups");
-  static_assert(kN == 64 * kMmaWarpgroups, "one 64-key accumulator per warpgroup");
+  // With 64 keys a warpgroup has all of them, and the two divide what else there is: the queries of
+  // the scores, the columns of the gradients. At head_dim 256 a warpgroup could not hold dK and dV
+  // of 64 keys of its own.
+  static constexpr bool kKeysShared = kN == 64;
+  static_assert(kKeysShared || kN == 64 * kMmaWarpgroups, "64 keys in a warpgroup's accumulators");
+  static constexpr int kPSlots = kKeysShared ? kDsSlots : 0;  // P^T is exchanged as dS^T is
+  static constexpr int kScoreColumns = kKeysShared ? kM / kMmaWarpgroups : kM;
+  static constexpr int kGradientColumns = kKeysShared ? kHeadDim / kMmaWarpgroups : kHeadDim;
 
   using MaskType = Mask<Row::key.mask>;
 
-  using WarpgroupsAlongKeys = Layout<Shape<Int<kMmaWarpgroups>, _1, _1>>;
+  using Warpgroups = std::conditional_t<kKeysShared, Layout<Shape<_1, Int<kMmaWarpgroups>, _1>>,
+                                        Layout<Shape<Int<kMmaWarpgroups>, _1, _1>>>;
   // dQ (m x head_dim) is split over the warpgroups by rows where m allows it, else by columns.
   static constexpr int kDqWarpgroupsAlongM = kM / 64;
   using WarpgroupsOfDq =
@@ -37,19 +45,22 @@ struct BwdTraits {
   // S^T (n x m) = K Q^T and dP^T (n x m) = V dO^T. Keys are the rows, so that P^T and dS^T are, in
   // registers, the A operands of the next two.
   using MmaScores = decltype(make_tiled_mma(
-      GMMA::ss_op_selector<Element, Element, float, Shape<Int<kN>, Int<kM>, Int<kHeadDim>>>(),
-      WarpgroupsAlongKeys{}));
-  // dV (n x head_dim) += P^T dO, P^T from registers.
-  using MmaDv = decltype(make_tiled_mma(
-      GMMA::rs_op_selector<Element, Element, float, Shape<Int<kN>, Int<kHeadDim>, Int<kM>>,
-                           GMMA::Major::K, GMMA::Major::MN>(),
-      WarpgroupsAlongKeys{}));
+      GMMA::ss_op_selector<Element, Element, float,
+                           Shape<Int<kN>, Int<kScoreColumns>, Int<kHeadDim>>>(),
+      Warpgroups{}));
   // dK (n x head_dim) += dS^T Q. dS^T is in registers and, for dQ, in shared memory. From shared
   // memory it leaves room for the next step's S and dP (E004, E010).
   using MmaDk = decltype(make_tiled_mma(
-      GMMA::ss_op_selector<Element, Element, float, Shape<Int<kN>, Int<kHeadDim>, Int<kM>>,
+      GMMA::ss_op_selector<Element, Element, float, Shape<Int<kN>, Int<kGradientColumns>, Int<kM>>,
                            GMMA::Major::K, GMMA::Major::MN>(),
-      WarpgroupsAlongKeys{}));
+      Warpgroups{}));
+  // dV (n x head_dim) += P^T dO, P^T from registers, or from shared memory where the other
+  // warpgroup has a half of it.
+  using MmaDvOfOwnKeys = decltype(make_tiled_mma(
+      GMMA::rs_op_selector<Element, Element, float, Shape<Int<kN>, Int<kGradientColumns>, Int<kM>>,
+                           GMMA::Major::K, GMMA::Major::MN>(),
+      Warpgroups{}));
+  using MmaDv = std::conditional_t<kKeysShared, MmaDk, MmaDvOfOwnKeys>;
   // dQ (m x head_dim) = dS K, dS from shared memory, where the other warpgroup's keys are too.
   using MmaDq = decltype(make_tiled_mma(
       GMMA::ss_op_selector<
@@ -61,7 +72,8 @@ struct BwdTraits {
   using LayoutK = SwizzledTile<Element, kN, kHeadDim>;  // also V
   using LayoutQ = SwizzledTiles<Element, kM, kHeadDim, kQSlots>;
   using LayoutDo = SwizzledTiles<Element, kM, kHeadDim, kDoSlots>;
-  using LayoutDs = SwizzledTiles<Element, kN, kM, kDsSlots>;  // dS^T: keys by queries
+  using LayoutDs =
+      SwizzledTiles<Element, kN, kM, kDsSlots + kPSlots>;  // dS^T, P^T: keys by queries
   static constexpr int kKvBytes = kN * kHeadDim * sizeof(Element);
   static constexpr int kQBytes = kM * kHeadDim * sizeof(Element);
   static constexpr int kRowStatBytes = kM * sizeof(float);

@@ -14,10 +14,11 @@ inline constexpr int kRowsPerWarp = 16;
 inline constexpr int kRowsPerWarpgroup = kWarpsPerWarpgroup * kRowsPerWarp;
 
 // Writes this warp's 16 rows of `rounded`, an accumulator (kColumns wide) converted to 16 bits,
-// into rows row_in_tile and on of a SwizzledTile<Element, kRows, kColumns> at `smem`, then makes
-// them visible to TMA and wgmma.
+// into rows row_in_tile and columns first_column on of a SwizzledTile of kRows rows at `smem`, then
+// makes them visible to TMA and wgmma.
 template <int kRows, int kColumns, class Element, class Rounded>
-CUTLASS_DEVICE void stage_warp_rows(Rounded const& rounded, Element* smem, int row_in_tile) {
+CUTLASS_DEVICE void stage_warp_rows(Rounded const& rounded, Element* smem, int row_in_tile,
+                                    int first_column = 0) {
   auto const words = recast<uint32_t const>(rounded);  // one word: two columns of one row
   int const lane = threadIdx.x % kThreadsPerWarp;
   // stmatrix x4 stores four 8x8 matrices; lane l names the address of row l % 8 of matrix l / 8.
@@ -25,7 +26,7 @@ CUTLASS_DEVICE void stage_warp_rows(Rounded const& rounded, Element* smem, int r
   int const row = row_in_tile + lane % 16;
   CUTLASS_PRAGMA_UNROLL
   for (int block = 0; block < kColumns / 16; ++block) {
-    int const column = block * 16 + lane / 16 * 8;
+    int const column = first_column + block * 16 + lane / 16 * 8;
     int const chunk = column % kBoxColumns / 8;
     Element* const address = smem + (column / kBoxColumns * kRows + row) * kBoxColumns +
                              (chunk ^ (row % 8)) * 8;  // the 128-byte swizzle
@@ -45,14 +46,14 @@ CUTLASS_DEVICE int warp_row_in_tile(int warpgroup) {
   return warpgroup * kRowsPerWarpgroup + warp_index_in_warpgroup() * kRowsPerWarp;
 }
 
-// Stores the warp's staged rows and returns at once; tma_store_wait<0> in lane 0 says when the rows
-// may be overwritten.
+// Stores the warp's staged rows, kColumns from box `first_box` on, and returns at once;
+// tma_store_wait<0> in lane 0 says when the rows may be overwritten.
 template <int kRows, int kColumns, class Element>
 CUTLASS_DEVICE void store_warp_rows(CUtensorMap const& map, Element const* smem, int row_in_tile,
-                                    TileCoord tile) {
+                                    TileCoord tile, int first_box = 0) {
   if (threadIdx.x % kThreadsPerWarp == 0) {
     tma_store_rows<kRows, kColumns>(map, smem, row_in_tile,
-                                    {tile.row + row_in_tile, tile.head, tile.batch});
+                                    {tile.row + row_in_tile, tile.head, tile.batch}, first_box);
     tma_store_arrive();
   }
 }

@@ -50,13 +50,14 @@ CUTLASS_DEVICE void tma_store_box(CUtensorMap const& map, Element const* smem, i
 }
 
 // Stores `map`'s box rows starting at `row_in_tile` of a tile of kRows rows to row `at.row` of the
-// tensor.
-template <int kRows, int kHeadDim, class Element>
+// tensor: kColumns of them, from box `first_box` on.
+template <int kRows, int kColumns, class Element>
 CUTLASS_DEVICE void tma_store_rows(CUtensorMap const& map, Element const* smem, int row_in_tile,
-                                   TileCoord at) {
+                                   TileCoord at, int first_box) {
   CUTLASS_PRAGMA_UNROLL
-  for (int c = 0; c < kHeadDim / kBoxColumns; ++c) {
-    tma_store_box(map, smem + (c * kRows + row_in_tile) * kBoxColumns, c, at);
+  for (int c = 0; c < kColumns / kBoxColumns; ++c) {
+    int const box = first_box + c;
+    tma_store_box(map, smem + (box * kRows + row_in_tile) * kBoxColumns, box, at);
   }
 }
 
