@@ -69,7 +69,7 @@ def registers(row: Fwd | Bwd) -> int:
     scores = row.n * row.m / threads
     d_query = row.m * head_dim / threads
     packed = scores / 2  # two to a register
-    # S and dP of a step stand side by side; before that, the next S beside dQ, and beside P unless shared memory has it.
+    # S and dP of a step stand side by side; before that, the next S beside dQ and, where it is no shared operand, P.
     fullest = max(2 * scores, scores + (0 if keys_shared(row) else packed) + d_query)
     return int(d_key_value + fullest) + OTHER_REGISTERS
 
