@@ -9,7 +9,7 @@ TORCH ?= torch==2.14.1
 ARGS ?=
 
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
-SOURCES := $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/kernels/*/*.h csrc/kernels/*/*.cuh benchmarks/*/*.cpp tests/*/*.cpp)
+SOURCES := $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/kernels/*/*.h csrc/kernels/*/*.cuh csrc/kernels/*/*.cu benchmarks/*/*.cpp tests/*/*.cpp)
 
 # $(call with,EXTRAS,COMMAND): run COMMAND with $$PY set to a Python that has torch and these optional dependencies.
 with = @PY="$$($(PYTHON) build_tools/environment.py --torch '$(TORCH)' --extras $(1))" && $(2)

@@ -53,6 +53,7 @@ def peers_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--only", type=lambda text: text.split(","), help="implementations, e.g. flash3,cudnn")
+    add("--deterministic", action="store_true", help="flash3's deterministic gradients too")
     output_arguments(parser)
 
 
@@ -166,7 +167,7 @@ def measure(args) -> dict:
     device = torch.device(args.device)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
-    implementations, missing = find_implementations(device)
+    implementations, missing = find_implementations(device, args.deterministic)
     if args.only:
         unknown = set(args.only) - {i.name for i in implementations} - set(missing)
         if unknown:

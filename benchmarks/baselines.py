@@ -82,21 +82,24 @@ def torch_baselines(device: torch.device) -> tuple[list[Implementation], dict[st
     return [cpu], {"cudnn": reason, "fa2": reason}
 
 
-def find_implementations(
-    device: torch.device,
-) -> tuple[list[Implementation], dict[str, str]]:
-    """flash3 first, then every baseline found; and name -> why for each that is missing."""
+def flash3_implementation(name: str, label: str, **arguments) -> Implementation:
     import flash3
 
-    implementations = [
-        Implementation(
-            "flash3",
-            "flash3",
-            BSHD,
-            lambda q, k, v, causal: flash3.flash_attn_func(q, k, v, causal=causal),
-            getattr(flash3, "__version__", "unknown"),
-        )
-    ]
+    def forward(q, k, v, causal: bool) -> torch.Tensor:
+        return flash3.flash_attn_func(q, k, v, causal=causal, **arguments)
+
+    return Implementation(name, label, BSHD, forward, getattr(flash3, "__version__", "unknown"))
+
+
+def find_implementations(
+    device: torch.device, deterministic: bool = False
+) -> tuple[list[Implementation], dict[str, str]]:
+    """flash3 first, with ``deterministic`` its deterministic gradients too, then every baseline found; and name -> why
+    for each that is missing."""
+    implementations = [flash3_implementation("flash3", "flash3")]
+    if deterministic:
+        label = "flash3, deterministic"
+        implementations.append(flash3_implementation("flash3_det", label, deterministic=True))
     found, missing = torch_baselines(device)
     implementations += found
     for name, (label, module_names) in PACKAGES.items():
