@@ -21,18 +21,30 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool, deterministic: bool
 ) -> tuple[Tensor, Tensor]:
     """``flash3::fwd`` by the cheapest road that differentiates where it is asked to. Arguments are checked already."""
+    return _by_cheapest_road(
+        ops.fwd, FlashAttention, (q, k, v, softmax_scale, causal, deterministic)
+    )
+
+
+def varlen_attention(*inputs) -> tuple[Tensor, Tensor]:
+    """``flash3::varlen_fwd``, likewise."""
+    return _by_cheapest_road(ops.varlen_fwd, VarlenFlashAttention, inputs)
+
+
+def _by_cheapest_road(op, function: type[torch.autograd.Function], inputs: tuple):
+    """Calls ``op``, or ``function``, its eager autograd node. The inputs begin with q, k and v."""
     if torch.compiler.is_compiling():
-        return ops.fwd(q, k, v, softmax_scale, causal, deterministic)
+        return op(*inputs)
     if forward_ad._current_level >= 0:
         raise NotImplementedError(
             "flash3: forward-mode differentiation (jvp, dual tensors) is not supported"
         )
     if _transforms_active():
-        return ops.fwd(q, k, v, softmax_scale, causal, deterministic)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return FlashAttention.apply(q, k, v, softmax_scale, causal, deterministic)
+        return op(*inputs)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:3]):
+        return function.apply(*inputs)
     with _below_autograd():
-        return ops.fwd(q, k, v, softmax_scale, causal, deterministic)
+        return op(*inputs)
 
 
 class FlashAttention(torch.autograd.Function):
@@ -64,21 +76,59 @@ def _backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | N
     if dout is None:
         dout = torch.zeros_like(out)
     args = (dout, q, k, v, out, lse, dlse, ctx.softmax_scale, ctx.causal, ctx.deterministic)
+    return (*_gradients(ops.bwd, args), None, None, None)
+
+
+def _gradients(op, args: tuple) -> tuple[Tensor, Tensor, Tensor]:
     if (
         torch.is_grad_enabled()
     ):  # create_graph=True: the operator itself says that it has no derivative
-        grads = ops.bwd(*args)
-    else:
+        return op(*args)
+    with _below_autograd():
+        return op(*args)
+
+
+class VarlenFlashAttention(torch.autograd.Function):
+    """Eager autograd node of ``flash3::varlen_fwd``."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
         with _below_autograd():
-            grads = ops.bwd(*args)
-    return (*grads, None, None, None)
+            outputs = ops.varlen_fwd(*inputs)
+        _setup_varlen_context(ctx, inputs, outputs)
+        return outputs
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        return _varlen_backward(ctx, dout, dlse)
+
+
+def _setup_varlen_context(ctx, inputs, output) -> None:
+    *tensors, ctx.softmax_scale, ctx.causal, ctx.deterministic = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _varlen_backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dout is None and dlse is None:
+        return (None,) * 10
+    q, k, v, *sequences, out, lse = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(out)
+    args = (dout, q, k, v, out, lse, dlse, *sequences)
+    args += (ctx.softmax_scale, ctx.causal, ctx.deterministic)
+    return (*_gradients(ops.varlen_bwd, args), *(None,) * 7)
 
 
 def _backward_of_backward(ctx, *grads: Tensor) -> None:
     raise NotImplementedError(
-        "flash3: second derivatives are not supported, flash3::bwd is not differentiable"
+        "flash3: second derivatives are not supported, flash3::bwd and flash3::varlen_bwd are not differentiable"
     )
 
 
 torch.library.register_autograd("flash3::fwd", _backward, setup_context=_setup_context)
 torch.library.register_autograd("flash3::bwd", _backward_of_backward)
+torch.library.register_autograd(
+    "flash3::varlen_fwd", _varlen_backward, setup_context=_setup_varlen_context
+)
+torch.library.register_autograd("flash3::varlen_bwd", _backward_of_backward)

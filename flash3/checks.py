@@ -72,6 +72,25 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> int:
         NotImplementedError: fp8, another device type, or a head_dim of v that differs from q's.
         RuntimeError: a GPU that is not Hopper.
     """
+    check_kind(q, k, v)
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    if not (len(q_shape) == len(k_shape) == len(v_shape) == 4):
+        _raise_ndim(q=q_shape, k=k_shape, v=v_shape)
+    batch, _, num_heads_q, head_dim = q_shape
+    batch_k, _, num_heads_kv, head_dim_k = k_shape
+    check_head_dim(head_dim)
+    if batch_k != batch or head_dim_k != head_dim:
+        raise ValueError(
+            f"k: must have q's batch {batch} and head_dim {head_dim}, got shape {tuple(k_shape)}"
+        )
+    check_heads(num_heads_q, num_heads_kv)
+    if v_shape != k_shape:
+        raise_v_shape(v_shape, k_shape)
+    return head_dim
+
+
+def check_kind(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """The checks of :func:`check_tensors` that do not look at shapes."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         _raise_not_tensor(q=q, k=k, v=v)
     if not (q.layout is k.layout is v.layout is torch.strided):
@@ -88,27 +107,20 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> int:
     if dtype not in accepted:
         _raise_dtype(dtype, device, accepted)
 
-    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
-    if not (len(q_shape) == len(k_shape) == len(v_shape) == 4):
-        _raise_ndim(q=q_shape, k=k_shape, v=v_shape)
-    batch, _, num_heads_q, head_dim = q_shape
-    batch_k, _, num_heads_kv, head_dim_k = k_shape
+
+def check_head_dim(head_dim: int) -> None:
     if head_dim % HEAD_DIM_STEP != 0 or not HEAD_DIM_STEP <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(
             f"q: head_dim must be a multiple of {HEAD_DIM_STEP} from {HEAD_DIM_STEP} to {MAX_HEAD_DIM}, got {head_dim}"
         )
-    if batch_k != batch or head_dim_k != head_dim:
-        raise ValueError(
-            f"k: must have q's batch {batch} and head_dim {head_dim}, got shape {tuple(k_shape)}"
-        )
+
+
+def check_heads(num_heads_q: int, num_heads_kv: int) -> None:
     if num_heads_q == 0 or num_heads_kv == 0 or num_heads_q % num_heads_kv != 0:
         raise ValueError(
             "q, k: the number of query heads must be a positive multiple of the number of key/value heads, got "
             f"{num_heads_q} and {num_heads_kv}"
         )
-    if v_shape != k_shape:
-        _raise_v_shape(v_shape, k_shape)
-    return head_dim
 
 
 def check_scale(softmax_scale: float) -> float:
@@ -211,9 +223,9 @@ def _raise_ndim(**shapes: torch.Size) -> NoReturn:
     raise AssertionError("all have 4 dimensions")
 
 
-def _raise_v_shape(v_shape: torch.Size, k_shape: torch.Size) -> NoReturn:
-    if v_shape[:3] == k_shape[:3]:
+def raise_v_shape(v_shape: torch.Size, k_shape: torch.Size) -> NoReturn:
+    if v_shape[:-1] == k_shape[:-1]:
         raise NotImplementedError(
-            f"v: head_dim {v_shape[3]} that differs from q's and k's {k_shape[3]} is not supported yet"
+            f"v: head_dim {v_shape[-1]} that differs from q's and k's {k_shape[-1]} is not supported yet"
         )
     raise ValueError(f"v: must have k's shape {tuple(k_shape)}, got {tuple(v_shape)}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash3 import reference
+from flash3 import reference, reference_varlen
 
 # `deterministic` has no effect on the forward: it rides along for the gradient formula (flash3/autograd.py).
 torch.library.define(
@@ -27,10 +27,24 @@ torch.library.define(
     "flash3::merge",
     "(Tensor(a!) out, Tensor(b!) lse, Tensor out_1, Tensor lse_1, Tensor out_2, Tensor lse_2) -> ()",
 )
+# Packed sequences: flash3/reference_varlen.py says what the four int32 tensors mean.
+_SEQUENCES = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k"
+torch.library.define(
+    "flash3::varlen_fwd",
+    f"(Tensor q, Tensor k, Tensor v, {_SEQUENCES}, float softmax_scale, bool causal,"
+    " bool deterministic=False) -> (Tensor out, Tensor lse)",
+)
+torch.library.define(
+    "flash3::varlen_bwd",
+    f"(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, {_SEQUENCES},"
+    " float softmax_scale, bool causal, bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv)",
+)
 
 fwd = torch.ops.flash3.fwd.default
 bwd = torch.ops.flash3.bwd.default
 merge = torch.ops.flash3.merge.default
+varlen_fwd = torch.ops.flash3.varlen_fwd.default
+varlen_bwd = torch.ops.flash3.varlen_bwd.default
 
 
 @torch.library.impl("flash3::fwd", "cpu")
@@ -68,6 +82,34 @@ def _merge_fake(out, lse, out_1, lse_1, out_2, lse_2):
     return None
 
 
+@torch.library.impl("flash3::varlen_fwd", "cpu")
+def _varlen_fwd_cpu(
+    q, k, v, cu_q, cu_k, used_q, used_k, softmax_scale, causal, deterministic=False
+):
+    return reference_varlen.varlen_forward(
+        q, k, v, cu_q, cu_k, used_q, used_k, softmax_scale, causal
+    )
+
+
+@torch.library.impl("flash3::varlen_bwd", "cpu")
+def _varlen_bwd_cpu(*args):
+    return reference_varlen.varlen_backward(*args[:-1])  # deterministic as it is
+
+
+@torch.library.register_fake("flash3::varlen_fwd")
+def _varlen_fwd_fake(
+    q, k, v, cu_q, cu_k, used_q, used_k, softmax_scale, causal, deterministic=False
+):
+    total_q, num_heads_q, _ = q.shape
+    lse = q.new_empty((num_heads_q, total_q), dtype=reference.accumulate_dtype(q.dtype))
+    return q.new_empty(q.shape), lse
+
+
+@torch.library.register_fake("flash3::varlen_bwd")
+def _varlen_bwd_fake(dout, q, k, v, *rest):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
 def _load_kernels() -> str | None:
     """Registers the CUDA kernels. Returns None, or the reason why there are none."""
     try:
@@ -91,6 +133,5 @@ if kernels_missing is not None:
     def _raise_kernels_missing(*args: object) -> tuple[Tensor, ...]:
         raise RuntimeError(f"flash3: {kernels_missing}")
 
-    torch.library.impl("flash3::fwd", "cuda")(_raise_kernels_missing)
-    torch.library.impl("flash3::bwd", "cuda")(_raise_kernels_missing)
-    torch.library.impl("flash3::merge", "cuda")(_raise_kernels_missing)
+    for _op in ("fwd", "bwd", "varlen_fwd", "varlen_bwd", "merge"):
+        torch.library.impl(f"flash3::{_op}", "cuda")(_raise_kernels_missing)

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash3 import checks, ops
+from flash3 import checks, checks_varlen, ops
 
 NAME = "flash3"
 
@@ -258,32 +258,25 @@ def _dense_backward(
 
 def _varlen_forward(q, k, v, cu_q, cu_k, seqused_k, max_q, max_k, scale, causal):
     """out (T, H, D) and lse (H, T) of packed sequences."""
-    op = _varlen_op("varlen_fwd")
-    _check_offsets(cu_k)
-    softmax_scale = _softmax_scale(scale, q.shape[-1])
-    return op(q, k, v, cu_q, cu_k, None, seqused_k, max_q, max_k, softmax_scale, causal)
+    softmax_scale = _check_packed(q, k, v, cu_q, cu_k, seqused_k, max_q, max_k, scale)
+    return ops.varlen_fwd(q, k, v, cu_q, cu_k, None, seqused_k, softmax_scale, causal)
 
 
 def _varlen_backward(dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, scale, causal):
     """dq, dk, dv (T, H, D) of packed sequences; torch differentiates neither lse nor calls with seqused_k."""
-    op = _varlen_op("varlen_bwd")
-    _check_offsets(cu_k)
-    problem = cu_q, cu_k, None, None, max_q, max_k, _softmax_scale(scale, q.shape[-1]), causal
-    return op(dout, q, k, v, out, lse, None, *problem, _deterministic())
+    softmax_scale = _check_packed(q, k, v, cu_q, cu_k, None, max_q, max_k, scale)
+    sequences = cu_q, cu_k, None, None
+    return ops.varlen_bwd(
+        dout, q, k, v, out, lse, None, *sequences, softmax_scale, causal, _deterministic()
+    )
 
 
-def _varlen_op(name: str) -> Callable:
-    if not hasattr(torch.ops.flash3, name):
-        raise NotImplementedError(
-            f"cum_seq_q: sequences of varying lengths need torch.ops.flash3.{name}, which this flash3 does not have; "
-            "must be None"
-        )
-    return getattr(torch.ops.flash3, name)
-
-
-def _check_offsets(cum_seq_k: Tensor | None) -> None:
-    if cum_seq_k is None:
+def _check_packed(q, k, v, cu_q, cu_k, seqused_k, max_q, max_k, scale) -> float:
+    """Checks packed tensors as the public function does; returns the scale."""
+    if cu_k is None:
         raise ValueError("cum_seq_k: must be a tensor of offsets where cum_seq_q is one, got None")
+    sequences = cu_q, cu_k, None, seqused_k
+    return _softmax_scale(scale, checks_varlen.check_call(q, k, v, sequences, (max_q, max_k)))
 
 
 def _refuse(**arguments: object) -> None:

@@ -98,26 +98,60 @@ def check_row(row: dict, device: torch.device) -> tuple[bool, str]:
     try:
         dtype = DTYPES[row["dtype"]]
         problem = Problem.draw(dtype, row["head_dim"], causal=row["mask"] == "causal")
-        errors = (_forward_errors if row["pass"] == "fwd" else _backward_errors)(problem, device)
+        fwd, bwd = _packed_ops if row["layout"] == "packed" else _dense_ops
+        if row["pass"] == "fwd":
+            errors = _forward_errors(problem, device, fwd)
+        else:
+            errors = _backward_errors(problem, device, bwd)
     except Exception as error:  # the other rows are worth a try
         return False, f"{row['name']}: {type(error).__name__}: {error}"
     return judge(row["name"], errors, TOLERANCE[dtype])
 
 
-def _forward_errors(problem: Problem, device: torch.device) -> dict[str, float]:
+_dense_ops = torch.ops.flash3.fwd, torch.ops.flash3.bwd
+
+
+def _packed_fwd(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool):
+    """What ``flash3::fwd`` returns, from ``flash3::varlen_fwd``."""
+    packed = [x.flatten(0, 1) for x in (q, k, v)]
+    out, lse = torch.ops.flash3.varlen_fwd(*packed, *_sequences(q, k), None, None, scale, causal)
+    return out.view(q.shape), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
+
+
+def _packed_bwd(dout, q, k, v, out, lse, dlse, scale: float, causal: bool, deterministic: bool):
+    """What ``flash3::bwd`` returns without a gradient of lse, from ``flash3::varlen_bwd``."""
+    packed = [x.flatten(0, 1) for x in (dout, q, k, v, out)]
+    lse = lse.transpose(0, 1).flatten(1)
+    sequences = (*_sequences(q, k), None, None)
+    grads = torch.ops.flash3.varlen_bwd(
+        *packed, lse, None, *sequences, scale, causal, deterministic
+    )
+    return tuple(grad.view(x.shape) for grad, x in zip(grads, (q, k, v), strict=True))
+
+
+_packed_ops = _packed_fwd, _packed_bwd
+
+
+def _sequences(q: Tensor, k: Tensor) -> list[Tensor]:
+    """cu_seqlens_q and cu_seqlens_k of dense tensors that are looked at as packed ones."""
+    ends = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
+    return [ends * q.shape[1], ends * k.shape[1]]
+
+
+def _forward_errors(problem: Problem, device: torch.device, fwd) -> dict[str, float]:
     inputs = [x.to(device) for x in problem.inputs]
-    out, lse = torch.ops.flash3.fwd(*inputs, problem.scale, problem.causal)
+    out, lse = fwd(*inputs, problem.scale, problem.causal)
     exact_out, exact_lse = problem.forward()
     return {"out": relative_error(out, exact_out), "lse": relative_error(lse, exact_lse)}
 
 
-def _backward_errors(problem: Problem, device: torch.device) -> dict[str, float]:
+def _backward_errors(problem: Problem, device: torch.device, bwd) -> dict[str, float]:
     """Fed with the reference's out and lse, so that a build with no forward row of this kind can be checked."""
     dtype = problem.dout.dtype
     out, lse = problem.forward()
     saved = (out.to(device, dtype), lse.to(device, torch.float32))
     inputs = [x.to(device) for x in (problem.dout, *problem.inputs)]
-    gradients = torch.ops.flash3.bwd(*inputs, *saved, None, problem.scale, problem.causal, False)
+    gradients = bwd(*inputs, *saved, None, problem.scale, problem.causal, False)
     names = ("dq", "dk", "dv")
     triples = zip(names, gradients, problem.backward(), strict=True)
     return {name: relative_error(got, exact) for name, got, exact in triples}

@@ -63,12 +63,15 @@ def seeded() -> None:
 
 @pytest.fixture
 def flash3_rows():
-    """flash3_rows(dtype, head_dim, causal, passes=("fwd", "bwd")): skips the test if a row it needs is not built."""
+    """flash3_rows(dtype, head_dim, causal, passes=("fwd", "bwd"), layout="dense"): skips the test if a row it needs is
+    not built."""
 
-    def require(dtype, head_dim: int, causal: bool, passes=("fwd", "bwd")) -> None:
+    def require(
+        dtype, head_dim: int, causal: bool, passes=("fwd", "bwd"), layout: str = "dense"
+    ) -> None:
         for pass_name in passes:
-            if not row_built(pass_name, dtype, head_dim, causal):
+            if not row_built(pass_name, dtype, head_dim, causal, layout):
                 mask = "causal" if causal else "full"
-                pytest.skip(f"not built: {pass_name} {dtype} head_dim {head_dim} {mask}")
+                pytest.skip(f"not built: {pass_name} {dtype} head_dim {head_dim} {mask} {layout}")
 
     return require

@@ -18,13 +18,15 @@ def why_no_gpu_tier() -> str | None:
     return ops.kernels_missing
 
 
-def row_built(pass_name: str, dtype: torch.dtype, head_dim: int, causal: bool) -> bool:
+def row_built(
+    pass_name: str, dtype: torch.dtype, head_dim: int, causal: bool, layout: str = "dense"
+) -> bool:
     """Whether this build holds a kernel row for such calls."""
     from flash3 import _C
 
     words = {torch.float16: "f16", torch.bfloat16: "bf16"}[dtype], "causal" if causal else "full"
     try:
-        _C.plan(pass_name, *words, 1, 128, 128, 1, 1, head_dim)
+        _C.plan(pass_name, *words, 1, 128, 128, 1, 1, head_dim, layout=layout)
     except RuntimeError as error:
         if "this build has no" not in str(error):
             raise

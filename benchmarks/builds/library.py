@@ -161,11 +161,13 @@ class Library:
         found = self._c.flash3_builds_interface()
         if found != INTERFACE:
             raise LinkError(f"{build.tree / SHIM} has interface {found}, this tool {INTERFACE}")
-        self.rows = [
+        rows = (
             self._row(mode, index)
             for number, mode in enumerate(PASSES)
             for index in range(self._c.flash3_builds_count(number))
-        ]
+        )
+        # The interface has no place for where packed sequences lie.
+        self.rows = [row for row in rows if not row.name.endswith("_packed")]
 
     def name(self, row: Row) -> str:
         """The row's name in reports, with its build's."""

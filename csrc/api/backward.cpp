@@ -4,6 +4,7 @@
 
 #include <optional>
 
+#include "backward_workspace.h"
 #include "checks.h"
 #include "device.h"
 #include "memory.h"
@@ -12,29 +13,6 @@
 #include "tensor_view.h"
 
 namespace flash3 {
-namespace {
-
-// lse or dlse as the kernels read it: fp32 and contiguous. A gradient that comes from sum() is an
-// expanded scalar.
-Tensor contiguous_rows(Tensor const& rows) {
-  if (dtype_of(rows) != aoti_torch_dtype_float32()) {
-    return torch::stable::contiguous(torch::stable::to(rows, torch::headeronly::ScalarType::Float));
-  }
-  return rows.is_contiguous() ? rows : torch::stable::contiguous(rows);
-}
-
-// The parts of one workspace allocation.
-void place_workspace(BwdParams& params, BwdPlan const& plan, Tensor const& workspace, Order order) {
-  std::byte* const base = static_cast<std::byte*>(workspace.mutable_data_ptr());
-  params.seqlen_q_rounded = plan.seqlen_q_rounded;
-  params.dq_accum = reinterpret_cast<float*>(base + plan.dq_accum_offset);
-  params.lse_log2 = reinterpret_cast<float*>(base + plan.lse_log2_offset);
-  params.dpsum = reinterpret_cast<float*>(base + plan.dpsum_offset);
-  if (order == Order::kDeterministic)
-    params.dq_turn = reinterpret_cast<int*>(base + plan.dq_turn_offset);
-}
-
-}  // namespace
 
 std::tuple<Tensor, Tensor, Tensor> backward(Tensor const& dout_tensor, Tensor const& q_tensor,
                                             Tensor const& k_tensor, Tensor const& v_tensor,
@@ -50,8 +28,9 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor const& dout_tensor, Tensor co
                                        shape.head_dim};
   check_matches(out, q, q_sizes);
   check_matches(dout, q, q_sizes);
-  check_rows(lse_tensor, "lse", shape, q.placement);
-  if (dlse_tensor) check_rows(*dlse_tensor, "dlse", shape, q.placement);
+  std::array<int64_t, 3> const lse_sizes{shape.batch, shape.num_heads_q, shape.seqlen_q};
+  check_rows(lse_tensor, "lse", lse_sizes, q.placement);
+  if (dlse_tensor) check_rows(*dlse_tensor, "dlse", lse_sizes, q.placement);
   Device const& device = hopper_device(q.placement.device_index);
   torch::stable::accelerator::DeviceGuard const guard(device.index);
 

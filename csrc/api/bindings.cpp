@@ -48,6 +48,10 @@ MaskKind mask_from(std::string const& given) {
   return from_word(given, "mask", {MaskKind::kFull, MaskKind::kCausal});
 }
 
+SeqLayout layout_from(std::string const& given) {
+  return from_word(given, "layout", {SeqLayout::kDense, SeqLayout::kPacked});
+}
+
 py::dict to_dict(FwdTile const& tile) {
   return py::dict("m"_a = tile.m, "n"_a = tile.n, "kv_stages"_a = tile.kv_stages,
                   "q_stages"_a = tile.q_stages, "mma_warpgroups"_a = tile.mma_warpgroups,
@@ -63,7 +67,8 @@ template <class Entry>
 py::dict describe_row(Entry const& row, char const* pass) {
   return py::dict("name"_a = row.name, "pass"_a = pass, "dtype"_a = word(row.key.dtype),
                   "head_dim"_a = row.key.head_dim, "mask"_a = word(row.key.mask),
-                  "tile"_a = to_dict(row.tile), "why"_a = row.why);
+                  "layout"_a = word(row.key.layout), "tile"_a = to_dict(row.tile),
+                  "why"_a = row.why);
 }
 
 py::list variants() {
@@ -117,9 +122,10 @@ py::dict describe_plan(Problem const& problem, BwdPlan const& plan, Order order)
 
 py::dict plan(std::string const& pass, std::string const& dtype, std::string const& mask, int batch,
               int seqlen_q, int seqlen_k, int num_heads_q, int num_heads_kv, int head_dim,
-              int num_sms, bool deterministic) {
+              int num_sms, bool deterministic, std::string const& layout) {
   Problem const problem{.dtype = dtype_from(dtype),
                         .mask = mask_from(mask),
+                        .layout = layout_from(layout),
                         .batch = batch,
                         .seqlen_q = seqlen_q,
                         .seqlen_k = seqlen_k,
@@ -146,9 +152,9 @@ PYBIND11_MODULE(_C, module) {
   module.def("variants", &flash3::variants, "One dict per kernel row in this build.");
   module.def("plan", &flash3::plan, "pass_"_a, "dtype"_a, "mask"_a, "batch"_a, "seqlen_q"_a,
              "seqlen_k"_a, "num_heads_q"_a, "num_heads_kv"_a, "head_dim"_a, "num_sms"_a = 132,
-             "deterministic"_a = false,
+             "deterministic"_a = false, "layout"_a = "dense",
              "How a call would run: row, tile, grid, workspace_bytes and why. pass_ is 'fwd' or "
-             "'bwd', dtype 'f16' or "
-             "'bf16', mask 'full' or 'causal'. ValueError on another word; RuntimeError if no "
-             "built row serves it.");
+             "'bwd', dtype 'f16' or 'bf16', mask 'full' or 'causal', layout 'dense' or 'packed', "
+             "for which seqlen_q and seqlen_k are rows of all sequences together. ValueError on "
+             "another word; RuntimeError if no built row serves it.");
 }

@@ -15,6 +15,22 @@ namespace flash3 {
 
 using torch::stable::Tensor;
 
+// `dtype` is that of q.
+inline void check_dtype(Tensor const& q, int32_t dtype) {
+  if (dtype != aoti_torch_dtype_bfloat16() && dtype != aoti_torch_dtype_float16()) {
+    STD_TORCH_CHECK(false, "q: dtype must be float16 or bfloat16, got ",
+                    torch::headeronly::toString(q.scalar_type()));
+  }
+}
+
+inline void check_heads(int64_t num_heads_q, int64_t num_heads_kv, int64_t head_dim) {
+  STD_TORCH_CHECK(head_dim > 0 && head_dim % 8 == 0, "q: head_dim must be a multiple of 8, got ",
+                  head_dim);
+  bool const heads_fit = num_heads_kv == 0 ? num_heads_q == 0 : num_heads_q % num_heads_kv == 0;
+  STD_TORCH_CHECK(heads_fit, "k: the number of heads must divide that of q, ", num_heads_q,
+                  ", got ", num_heads_kv);
+}
+
 // Where a tensor lives, in torch's own codes.
 struct Placement {
   int32_t device_type;
@@ -35,8 +51,9 @@ inline int32_t dtype_of(Tensor const& tensor) {
   return dtype;
 }
 
-// A (batch, seqlen, heads, head_dim) argument and its attributes, each read from torch once: every
-// reading is a call into libtorch. Refers to the tensor; an op's arguments outlive it.
+// A (batch, seqlen, heads, head_dim) or (rows, heads, head_dim) argument and its attributes, each
+// read from torch once: every reading is a call into libtorch. Refers to the tensor; an op's
+// arguments outlive it.
 struct Argument {
   Tensor const& tensor;
   char const* name;
@@ -66,10 +83,10 @@ inline std::string text(torch::headeronly::IntHeaderOnlyArrayRef sizes) {
   return "(" + joined + ")";
 }
 
-// `other` must have the dtype and device of q and the extents (batch, seqlen, heads, head_dim)
-// given.
-inline void check_matches(Argument const& other, Argument const& q,
-                          std::array<int64_t, 4> const& sizes) {
+// `other` must have the dtype and device of q and the extents given.
+template <std::size_t kDims>
+void check_matches(Argument const& other, Argument const& q,
+                   std::array<int64_t, kDims> const& sizes) {
   STD_TORCH_CHECK(other.placement == q.placement, other.name, ": must be on the device of q");
   STD_TORCH_CHECK(other.dtype == q.dtype, other.name, ": dtype must be that of q, ",
                   torch::headeronly::toString(q.tensor.scalar_type()), ", got ",
@@ -87,31 +104,25 @@ inline Shape check_qkv(Argument const& q, Argument const& k, Argument const& v) 
                       ": extents must be below 2^31, got ", text(x->sizes));
     }
   }
-  STD_TORCH_CHECK(q.dtype == aoti_torch_dtype_bfloat16() || q.dtype == aoti_torch_dtype_float16(),
-                  "q: dtype must be float16 or bfloat16, got ",
-                  torch::headeronly::toString(q.tensor.scalar_type()));
-
+  check_dtype(q.tensor, q.dtype);
   Shape const shape{.batch = q.sizes[0],
                     .seqlen_q = q.sizes[1],
                     .seqlen_k = k.sizes[1],
                     .num_heads_q = q.sizes[2],
                     .num_heads_kv = k.sizes[2],
                     .head_dim = q.sizes[3]};
-  check_matches(k, q, {shape.batch, shape.seqlen_k, shape.num_heads_kv, shape.head_dim});
-  check_matches(v, q, {shape.batch, shape.seqlen_k, shape.num_heads_kv, shape.head_dim});
-  STD_TORCH_CHECK(shape.head_dim > 0 && shape.head_dim % 8 == 0,
-                  "q: head_dim must be a multiple of 8, got ", shape.head_dim);
-  bool const heads_fit = shape.num_heads_kv == 0 ? shape.num_heads_q == 0
-                                                 : shape.num_heads_q % shape.num_heads_kv == 0;
-  STD_TORCH_CHECK(heads_fit, "k: the number of heads must divide that of q, ", shape.num_heads_q,
-                  ", got ", shape.num_heads_kv);
+  std::array<int64_t, 4> const k_sizes{shape.batch, shape.seqlen_k, shape.num_heads_kv,
+                                       shape.head_dim};
+  check_matches(k, q, k_sizes);
+  check_matches(v, q, k_sizes);
+  check_heads(shape.num_heads_q, shape.num_heads_kv, shape.head_dim);
   return shape;
 }
 
-// `rows` is lse or its gradient: (batch, heads_q, seqlen_q).
-inline void check_rows(Tensor const& rows, char const* name, Shape const& shape,
-                       Placement const& placement) {
-  std::array<int64_t, 3> const sizes{shape.batch, shape.num_heads_q, shape.seqlen_q};
+// `rows` is lse or its gradient: (batch, heads_q, seqlen_q), packed (heads_q, total_q).
+template <std::size_t kDims>
+void check_rows(Tensor const& rows, char const* name, std::array<int64_t, kDims> const& sizes,
+                Placement const& placement) {
   STD_TORCH_CHECK(placement_of(rows) == placement, name, ": must be on the device of q");
   STD_TORCH_CHECK(rows.sizes().equals({sizes.data(), sizes.size()}), name, ": shape must be ",
                   text({sizes.data(), sizes.size()}), ", got ", text(rows.sizes()));

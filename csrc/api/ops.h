@@ -33,4 +33,25 @@ void merge(torch::stable::Tensor const& out, torch::stable::Tensor const& lse,
            torch::stable::Tensor const& out_1, torch::stable::Tensor const& lse_1,
            torch::stable::Tensor const& out_2, torch::stable::Tensor const& lse_2);
 
+// The same of packed sequences: q (total_q, hq, d), k and v (total_k, hk, d), lse (hq, total_q).
+// cu_seqlens (batch + 1) and seqused (batch) are int32: sequence b has the slot of rows
+// [cu_seqlens[b], cu_seqlens[b + 1]) and uses the first seqused[b] of it, or all. Rows that no
+// sequence uses are written: out 0, lse -inf, gradients 0.
+std::tuple<torch::stable::Tensor, torch::stable::Tensor> varlen_forward(
+    torch::stable::Tensor const& q, torch::stable::Tensor const& k, torch::stable::Tensor const& v,
+    torch::stable::Tensor const& cu_seqlens_q, torch::stable::Tensor const& cu_seqlens_k,
+    std::optional<torch::stable::Tensor> const& seqused_q,
+    std::optional<torch::stable::Tensor> const& seqused_k, double softmax_scale, bool causal,
+    bool deterministic);
+
+std::tuple<torch::stable::Tensor, torch::stable::Tensor, torch::stable::Tensor> varlen_backward(
+    torch::stable::Tensor const& dout, torch::stable::Tensor const& q,
+    torch::stable::Tensor const& k, torch::stable::Tensor const& v,
+    torch::stable::Tensor const& out, torch::stable::Tensor const& lse,
+    std::optional<torch::stable::Tensor> const& dlse, torch::stable::Tensor const& cu_seqlens_q,
+    torch::stable::Tensor const& cu_seqlens_k,
+    std::optional<torch::stable::Tensor> const& seqused_q,
+    std::optional<torch::stable::Tensor> const& seqused_k, double softmax_scale, bool causal,
+    bool deterministic);
+
 }  // namespace flash3

@@ -25,22 +25,27 @@ struct TmaOperand {
 // stride 0.
 inline bool tma_reads(Argument const& x, void const* address) {
   constexpr int64_t kUnit = 8;  // elements in 16 bytes
-  constexpr int64_t kMaxStride = (int64_t{1} << 40) / 2;
-  if (reinterpret_cast<std::uintptr_t>(address) % 16 != 0 || x.strides[3] != 1) return false;
-  for (std::size_t dim = 0; dim < 3; ++dim) {
+  // Packed rows: kWrap of tensor_map.h.
+  int64_t const max_stride = x.sizes.size() == 3 ? int64_t{1} << 34 : (int64_t{1} << 40) / 2;
+  std::size_t const last = x.sizes.size() - 1;
+  if (reinterpret_cast<std::uintptr_t>(address) % 16 != 0 || x.strides[last] != 1) return false;
+  for (std::size_t dim = 0; dim < last; ++dim) {
     int64_t const stride = x.strides[dim];
-    bool const fits = stride > 0 && stride % kUnit == 0 && stride < kMaxStride;
+    bool const fits = stride > 0 && stride % kUnit == 0 && stride < max_stride;
     if (x.sizes[dim] > 1 && !fits) return false;
   }
   return true;
 }
 
-// View of contiguous memory of these extents.
+// View of contiguous memory of these extents: (batch, seqlen, heads, head_dim), or packed (rows,
+// heads, head_dim).
 inline TensorView contiguous_view(void* address, torch::headeronly::IntHeaderOnlyArrayRef sizes) {
+  std::size_t const last = sizes.size() - 1;
+  int64_t const head_stride = sizes[last], row_stride = sizes[last - 1] * head_stride;
   return {.ptr = address,
-          .batch_stride = sizes[1] * sizes[2] * sizes[3],
-          .seqlen_stride = sizes[2] * sizes[3],
-          .head_stride = sizes[3]};
+          .batch_stride = last == 3 ? sizes[1] * row_stride : 0,
+          .seqlen_stride = row_stride,
+          .head_stride = head_stride};
 }
 
 // View of an output or of a copy, made contiguous by empty() and of q's or k's extents.
@@ -52,19 +57,22 @@ inline TensorView output_view(Tensor const& tensor, Argument const& like) {
 // an odd address is its own contiguous().
 inline TmaOperand tma_operand(Argument const& x) {
   void const* const address = x.tensor.const_data_ptr();
+  std::size_t const last = x.sizes.size() - 1;
   if (tma_reads(x, address)) {
     // The stride of an extent of 1 is never walked, and may be anything in torch; TMA checks it all
     // the same.
-    auto const stride = [&x](std::size_t dim) {
-      return x.sizes[dim] > 1 ? x.strides[dim] : x.sizes[3];
+    auto const stride = [&x, last](std::size_t dim) {
+      return x.sizes[dim] > 1 ? x.strides[dim] : x.sizes[last];
     };
     return {.owner = x.tensor,
             .view = {.ptr = const_cast<void*>(address),
-                     .batch_stride = stride(0),
-                     .seqlen_stride = stride(1),
-                     .head_stride = stride(2)}};
+                     .batch_stride = last == 3 ? stride(0) : 0,
+                     .seqlen_stride = stride(last - 2),
+                     .head_stride = stride(last - 1)}};
   }
-  Tensor copy = empty<4>({x.sizes[0], x.sizes[1], x.sizes[2], x.sizes[3]}, x.dtype, x.placement);
+  Tensor copy =
+      last == 3 ? empty<4>({x.sizes[0], x.sizes[1], x.sizes[2], x.sizes[3]}, x.dtype, x.placement)
+                : empty<3>({x.sizes[0], x.sizes[1], x.sizes[2]}, x.dtype, x.placement);
   torch::stable::copy_(copy, x.tensor);
   TensorView const view = output_view(copy, x);
   return {.owner = std::move(copy), .view = view};

@@ -18,19 +18,21 @@ Entry const* find(std::span<Entry const> table, Problem const& problem) {
   Entry const* best = nullptr;
   for (Entry const& row : table) {
     KernelKey const& key = row.key;
-    bool const serves =
-        key.dtype == problem.dtype && key.mask == problem.mask && key.head_dim >= problem.head_dim;
+    bool const serves = key.dtype == problem.dtype && key.mask == problem.mask &&
+                        key.layout == problem.layout && key.head_dim >= problem.head_dim;
     if (serves && (best == nullptr || key.head_dim < best->key.head_dim)) best = &row;
   }
   return best;
 }
 
-// Names of the rows that differ least from the problem: in dtype or mask first, then in head_dim.
+// Names of the rows that differ least from the problem: in dtype, mask or layout first, then in
+// head_dim.
 template <class Entry>
 std::string nearest_rows(std::span<Entry const> table, Problem const& problem) {
   constexpr std::size_t kShown = 3;
   auto const distance = [&](Entry const* row) {
-    int const words = (row->key.dtype != problem.dtype) + (row->key.mask != problem.mask);
+    int const words = (row->key.dtype != problem.dtype) + (row->key.mask != problem.mask) +
+                      (row->key.layout != problem.layout);
     return std::tuple(words, std::abs(row->key.head_dim - problem.head_dim));
   };
   std::vector<Entry const*> rows;
@@ -46,11 +48,12 @@ template <class Entry>
 [[noreturn]] void throw_not_built(std::span<Entry const> table, Problem const& problem,
                                   char const* pass) {
   std::string const dtype = word(problem.dtype), mask = word(problem.mask);
+  std::string const layout = word(problem.layout);
   throw NotBuilt(
       "flash3: this build has no " + std::string(pass) + " kernel for dtype " + dtype +
-      ", head_dim " + std::to_string(problem.head_dim) + ", mask " + mask +
+      ", head_dim " + std::to_string(problem.head_dim) + ", mask " + mask + ", layout " + layout +
       ". Nearest built rows: " + nearest_rows(table, problem) + ". FLASH3_VARIANTS=\"" + dtype +
-      "," + mask +
+      "," + mask + (problem.layout == SeqLayout::kPacked ? ",packed" : "") +
       "\" builds every row of this dtype and mask, FLASH3_VARIANTS=all builds every row.");
 }
 

@@ -12,9 +12,13 @@ enum class MaskKind : int {
   kCausal
 };  // kCausal is bottom-right aligned: key j is seen by query i if j <= i + sk - sq
 
-// A (batch, seqlen, heads, head_dim) tensor. Strides count elements; head_dim has stride 1; the
-// address and the byte strides are multiples of 16, as the tensor memory accelerator (TMA)
-// requires.
+// kDense: (batch, seqlen, heads, head_dim). kPacked: (rows, heads, head_dim), one sequence after
+// the other.
+enum class SeqLayout : int { kDense, kPacked };
+
+// A (batch, seqlen, heads, head_dim) tensor, or a packed one, which has no batch_stride. Strides
+// count elements; head_dim has stride 1; the address and the byte strides are multiples of 16, as
+// the tensor memory accelerator (TMA) requires.
 struct TensorView {
   void* ptr = nullptr;
   int64_t batch_stride = 0;
@@ -26,13 +30,44 @@ struct TensorView {
 struct Problem {
   DType dtype = DType::kBF16;
   MaskKind mask = MaskKind::kFull;
+  SeqLayout layout = SeqLayout::kDense;
   int batch = 0;
-  int seqlen_q = 0;
-  int seqlen_k = 0;
+  int seqlen_q = 0;  // packed: rows of q, all sequences together
+  int seqlen_k = 0;  // packed: rows of k
   int num_heads_q = 0;
   int num_heads_kv = 0;
   int head_dim = 0;
   float softmax_scale = 0.f;
+};
+
+// Where the sequences of a packed call lie, on the device. Sequence b has the slot of rows
+// [cu_seqlens[b], cu_seqlens[b + 1]) and uses the first seqused[b] of it, or all.
+struct PackedRows {
+  int const* cu_seqlens_q = nullptr;  // (batch + 1)
+  int const* cu_seqlens_k = nullptr;
+  int const* seqused_q = nullptr;  // (batch) or null
+  int const* seqused_k = nullptr;
+};
+
+// Rows [start, start + length) of a packed tensor.
+struct RowRange {
+  int start, length;
+};
+
+// One block of rows of a packed call: everything that a CTA must know of the block's sequence.
+struct ListedBlock {
+  RowRange q, k;      // the rows that the sequence uses
+  int slot;           // rows of its slot on the side that is listed, which may be more
+  int first;          // place of the sequence's first block in the list
+  int q_first;        // the same in the list of query blocks
+  int section_heads;  // heads whose blocks take turns (kernels/attention/scheduler.cuh)
+};
+
+// The blocks of all slots of one side, and a last slot of the rows behind all sequences. A kernel
+// fills it (kernels/attention/list_blocks.cuh).
+struct BlockList {
+  ListedBlock* blocks = nullptr;
+  int* count = nullptr;  // how many there are
 };
 
 struct FwdParams {
@@ -42,6 +77,8 @@ struct FwdParams {
   float* lse = nullptr;         // (b, hq, sq), natural log, contiguous
   int* tile_counter = nullptr;  // one int, 0 before and after; null if the row's schedule is static
   int grid = 0;                 // persistent CTAs
+  PackedRows rows;              // of a packed call, likewise:
+  BlockList q_blocks;           // of tile.m queries
 };
 
 struct BwdParams {
@@ -52,14 +89,18 @@ struct BwdParams {
   float const* dlse = nullptr;  // (b, hq, sq), contiguous, or null: gradient that reached lse
   int grid = 0;                 // CTAs
   int cluster_size = 1;         // CTAs that share a block of keys and divide its query heads
-  // Workspace, see BwdPlan in plan.h. seqlen_q_rounded is a multiple of the row's tile.m.
+  // Workspace, see BwdPlan in plan.h. seqlen_q_rounded is a multiple of the row's tile.m. A packed
+  // call counts as one batch entry: its sequences, each rounded up to whole blocks of tile.m,
+  // follow one another in seqlen_q_rounded rows.
   int seqlen_q_rounded = 0;
   float* dq_accum =
       nullptr;  // (b, hq, sq_rounded, hd) fp32 partial dQ, in the accumulator order of the row
   float* lse_log2 = nullptr;  // (b, hq, sq_rounded) lse * log2(e); +inf where a row sees no key
   float* dpsum = nullptr;     // (b, hq, sq_rounded) rowsum(dO * O) - dlse
   int* dq_turn =
-      nullptr;  // (b, hq, sq_rounded / tile.m) order of dQ sums; null unless deterministic
+      nullptr;      // (b, hq, sq_rounded / tile.m) order of dQ sums; null unless deterministic
+  PackedRows rows;  // of a packed call, likewise:
+  BlockList q_blocks, k_blocks;  // of tile.m queries, of tile.n keys
 };
 
 }  // namespace flash3

@@ -50,6 +50,14 @@ struct WorkspaceLayout {
   }
 };
 
+// Blocks of `tile` rows on one side of the call, of all batch entries. Of a packed call that is the
+// most that there can be: each slot, and the rows behind all slots, may end in a block that is not
+// full.
+int64_t count_blocks(Problem const& problem, int seqlen, int tile) {
+  if (problem.layout == SeqLayout::kPacked) return int64_t{seqlen} / tile + problem.batch + 1;
+  return ceil_div<int64_t>(seqlen, tile) * problem.batch;
+}
+
 // SMs that clusters of this size can fill. A cluster lies within a GPC, whose number of SMs larger
 // clusters do not divide: an H200 holds 66 clusters of 2 but 30 of 4 and 15 of 8 (E013).
 int usable_sms(int cluster_size, int num_sms) {
@@ -101,28 +109,38 @@ std::string tile_choice(Problem const& problem, Entry const& row) {
 
 FwdPlan plan_fwd(Problem const& problem, int num_sms) {
   FwdEntry const& row = find_fwd(problem);
-  int64_t const m_blocks = ceil_div<int64_t>(problem.seqlen_q, row.tile.m);
-  int const tiles =
-      to_int(m_blocks * problem.num_heads_q * problem.batch, "the number of forward tiles");
-  return {.row = &row,
-          .tiles = tiles,
-          .grid = std::min(tiles, num_sms),
-          .workspace_bytes = row.tile.dynamic_schedule ? sizeof(int) : 0};
+  int64_t const m_blocks = count_blocks(problem, problem.seqlen_q, row.tile.m);
+  int const tiles = to_int(m_blocks * problem.num_heads_q, "the number of forward tiles");
+  FwdPlan plan{.row = &row,
+               .tiles = tiles,
+               .grid = std::min(tiles, num_sms),
+               .workspace_bytes = row.tile.dynamic_schedule ? sizeof(int) : 0};
+  if (problem.layout == SeqLayout::kPacked) {
+    WorkspaceLayout layout;
+    plan.tile_counter_offset = layout.add<int>(1);
+    plan.block_count_offset = layout.add<int>(1);
+    plan.blocks_offset = layout.add<ListedBlock>(m_blocks);
+    plan.workspace_bytes = layout.bytes;
+  }
+  return plan;
 }
 
 BwdPlan plan_bwd(Problem const& problem, Order order, int num_sms) {
   BwdEntry const& row = find_bwd(problem);
-  int64_t const n_blocks = ceil_div<int64_t>(problem.seqlen_k, row.tile.n);
+  bool const packed = problem.layout == SeqLayout::kPacked;
+  int64_t const n_blocks = count_blocks(problem, problem.seqlen_k, row.tile.n);
+  int64_t const m_blocks = count_blocks(problem, problem.seqlen_q, row.tile.m);
   // Whole tiles, and rows of lse_log2 and dpsum that start on an aligned address.
   int64_t const rounding = std::lcm(row.tile.m, kRowsPerAlignedRun);
-  int64_t const seqlen_q_rounded = round_up<int64_t>(problem.seqlen_q, rounding);
-  int64_t const rows = seqlen_q_rounded * problem.num_heads_q * problem.batch;
+  int64_t const seqlen_q_rounded =
+      round_up<int64_t>(packed ? m_blocks * row.tile.m : problem.seqlen_q, rounding);
+  int64_t const rows = seqlen_q_rounded * problem.num_heads_q * (packed ? 1 : problem.batch);
   int const query_tiles = to_int(rows / row.tile.m, "the number of query tiles");
 
   WorkspaceLayout layout;
   BwdPlan plan{};
   plan.row = &row;
-  int64_t const key_blocks = n_blocks * problem.num_heads_kv * problem.batch;
+  int64_t const key_blocks = n_blocks * problem.num_heads_kv;
   plan.cluster_size = choose_cluster_size(problem, key_blocks, num_sms);
   plan.grid = to_int(key_blocks * plan.cluster_size, "the backward grid");
   plan.seqlen_q_rounded = to_int(seqlen_q_rounded, "seqlen_q rounded up to whole tiles");
@@ -130,6 +148,12 @@ BwdPlan plan_bwd(Problem const& problem, Order order, int num_sms) {
   plan.lse_log2_offset = layout.add<float>(rows);
   plan.dpsum_offset = layout.add<float>(rows);
   plan.dq_turn_offset = layout.add<int>(order == Order::kDeterministic ? query_tiles : 0);
+  if (packed) {
+    plan.q_count_offset = layout.add<int>(1);
+    plan.k_count_offset = layout.add<int>(1);
+    plan.q_blocks_offset = layout.add<ListedBlock>(m_blocks);
+    plan.k_blocks_offset = layout.add<ListedBlock>(n_blocks);
+  }
   plan.workspace_bytes = layout.bytes;
   return plan;
 }

@@ -20,6 +20,7 @@ struct KernelKey {
   DType dtype;
   int head_dim;
   MaskKind mask;
+  SeqLayout layout = SeqLayout::kDense;
   bool operator==(KernelKey const&) const = default;
 };
 
@@ -69,18 +70,21 @@ BwdEntry const& find_bwd(Problem const&);
 
 struct FwdPlan {
   FwdEntry const* row;
-  int tiles;                    // m-blocks * heads * batch
-  int grid;                     // persistent CTAs, at most one per SM
-  std::size_t workspace_bytes;  // the tile counter, if the schedule is dynamic
+  int tiles;  // m-blocks * heads * batch; packed: at most, the lengths are known to the device
+  int grid;   // persistent CTAs, at most one per SM
+  // The tile counter, if the schedule is dynamic. Packed: counter, list of blocks and its count.
+  std::size_t tile_counter_offset, block_count_offset, blocks_offset;
+  std::size_t workspace_bytes;
 };
 
 struct BwdPlan {
   BwdEntry const* row;
-  int grid;
+  int grid;          // packed: at most, as in FwdPlan
   int cluster_size;  // CTAs that share a block of keys and divide the query heads of its group
   int seqlen_q_rounded;
   // One allocation, each part 256-byte aligned.
   std::size_t dq_accum_offset, lse_log2_offset, dpsum_offset, dq_turn_offset;
+  std::size_t q_count_offset, k_count_offset, q_blocks_offset, k_blocks_offset;  // packed
   std::size_t workspace_bytes;
 };
 

@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 
-from .table import DTYPES, MASKS, Bwd, Fwd
+from .table import DTYPES, LAYOUTS, MASKS, Bwd, Fwd
 
 SMEM_LIMIT = (
     227 * 1024
@@ -97,6 +97,7 @@ def problems(row: Fwd | Bwd) -> list[str]:
 
     require(row.key.dtype in DTYPES, f"dtype {row.key.dtype} is not one of {DTYPES}")
     require(row.key.mask in MASKS, f"mask {row.key.mask} is not one of {MASKS}")
+    require(row.key.layout in LAYOUTS, f"layout {row.key.layout} is not one of {LAYOUTS}")
     require(
         re.fullmatch("[a-z0-9_]*", row.tag) is not None, f"tag {row.tag!r} is no part of a name"
     )

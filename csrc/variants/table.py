@@ -1,6 +1,6 @@
 """Every kernel that exists, one row each.
 
-A row names what a call asks for (dtype, head_dim, mask), how the kernel runs it (the tile) and the experiment in
+A row names what a call asks for (dtype, head_dim, mask, layout), how the kernel runs it (the tile) and the experiment in
 ``docs/experiments/`` that chose the tile. The same row generates the ``.cu`` file, the dispatch entry and what
 ``csrc/launch/plan.cpp`` reads, so host and device cannot disagree. An axis is here only if it changes the shared-memory
 layout, the registers, the instructions or the load path; all else is a run-time parameter.
@@ -10,10 +10,14 @@ layout, the registers, the instructions or the load path; all else is a run-time
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 DTYPES = ("f16", "bf16")
 MASKS = ("full", "causal")
+LAYOUTS = (
+    "dense",
+    "packed",
+)  # (batch, seqlen, ...), or sequences of any lengths one after the other
 
 
 @dataclass(frozen=True)
@@ -21,10 +25,12 @@ class Key:
     dtype: str
     head_dim: int
     mask: str
+    layout: str = "dense"
 
     @property
     def suffix(self) -> str:
-        return f"{self.dtype}_hd{self.head_dim}_{self.mask}"
+        packed = "" if self.layout == "dense" else f"_{self.layout}"
+        return f"{self.dtype}_hd{self.head_dim}_{self.mask}{packed}"
 
 
 @dataclass(frozen=True)
@@ -99,15 +105,27 @@ BACKWARD: list[Bwd] = [
 ]
 # fmt: on
 
+
+def _packed(rows: list, **tile) -> list:
+    """The same tiles for packed sequences: only where rows are loaded from and stored to differs (E017)."""
+    return [replace(row, key=replace(row.key, layout="packed"), why="E017", **tile) for row in rows]
+
+
+# Sequences differ in length, so their tiles always go by the counter.
+FORWARD += _packed(FORWARD, dynamic_schedule=True)
+BACKWARD += _packed(BACKWARD)
+
 # What a machine without a Hopper GPU builds by default: enough to compile every path once.
 CORE = (
     "fwd_bf16_hd128_full",
     "fwd_bf16_hd64_causal",
     "fwd_bf16_hd192_full",
     "fwd_bf16_hd256_causal",
+    "fwd_bf16_hd128_causal_packed",
     "bwd_bf16_hd128_causal",
     "bwd_bf16_hd64_full",
     "bwd_bf16_hd256_causal",
+    "bwd_bf16_hd64_causal_packed",
 )
 
 

@@ -4,19 +4,21 @@ Three ways, all exact, forward and backward, on torch.distributed (NCCL on GPUs,
 
 - :func:`ring_attn_func`: keys and values travel around the ring of ranks. Least memory, any number of heads.
 - :func:`allgather_attn_func`: keys and values of a few heads at a time are gathered. Fewer and larger kernels.
+  :func:`allgather_attn_varlen_func` does the same for packed documents.
 - :func:`ulysses_attn_func`: heads are exchanged for positions. The number of ranks must divide the heads.
 
 :func:`shard_sequence`, :func:`unshard_sequence` and :func:`position_ids` say which rank holds what. How it works and
 what it costs is in docs/distributed.md.
 """
 
-from flash3.distributed.allgather import allgather_attn_func
+from flash3.distributed.allgather import allgather_attn_func, allgather_attn_varlen_func
 from flash3.distributed.ring import ring_attn_func
 from flash3.distributed.sharding import position_ids, shard_sequence, unshard_sequence
 from flash3.distributed.ulysses import ulysses_attn_func
 
 __all__ = [
     "allgather_attn_func",
+    "allgather_attn_varlen_func",
     "position_ids",
     "ring_attn_func",
     "shard_sequence",

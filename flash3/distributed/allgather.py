@@ -13,7 +13,8 @@ from torch import Tensor
 
 from flash3 import reference
 from flash3.distributed import layout
-from flash3.distributed.call import Call, checked
+from flash3.distributed.call import Call, checked, checked_packed
+from flash3.distributed.chunks import DenseChunks, PackedChunks
 from flash3.distributed.communicator import Arrival, communicator
 
 
@@ -43,8 +44,52 @@ def allgather_attn_func(
     comm = communicator(group)
     call = checked(comm, q, k, v, softmax_scale, causal, deterministic, order)
     heads = _heads_at_once(heads_per_step, k.shape[2])
-    out, lse = _AllGatherAttention.apply(q, k, v, call, heads)
+    out, lse = _AllGatherAttention.apply(q, k, v, call, DenseChunks(call), heads)
     return (out, lse) if return_lse else out
+
+
+def allgather_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    group=None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    *,
+    heads_per_step: int | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    order: str = "zigzag",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`allgather_attn_func` for packed documents, one after the other, cut for the ranks wherever it falls.
+
+    Each document attends to itself alone, as in ``flash3.flash_attn_varlen_func``; a document may lie on several ranks.
+    The host never waits for the device.
+
+    Args:
+        q: (tokens_local, heads_q, head_dim), this rank's part of all documents' tokens.
+        k, v: (tokens_local, heads_kv, head_dim), the same positions.
+        cu_seqlens: (documents + 1) int32, contiguous, on q's device, the same on all ranks: 0, then where each document
+            ends, counted in the whole packing of ranks * tokens_local tokens. Tokens behind the last end belong to no
+            document: out = 0, lse = -inf, zero gradients.
+        order: where the shards lie in the packing; unlike without documents it matters with any mask.
+        group, softmax_scale, causal, heads_per_step, deterministic, return_lse: as in :func:`allgather_attn_func`.
+
+    Returns:
+        out: (tokens_local, heads_q, head_dim), q's dtype.
+        lse: (heads_q, tokens_local), if asked for: float32 (float64 for float64 inputs), differentiable.
+
+    Raises:
+        As :func:`allgather_attn_func`.
+    """
+    comm = communicator(group)
+    call = checked_packed(comm, q, k, v, cu_seqlens, softmax_scale, causal, deterministic, order)
+    heads = _heads_at_once(heads_per_step, k.shape[1])
+    chunks = PackedChunks(call, cu_seqlens, q.shape[0])
+    one_batch = (x.unsqueeze(0) for x in (q, k, v))
+    out, lse = _AllGatherAttention.apply(*one_batch, call, chunks, heads)
+    return (out.squeeze(0), lse.squeeze(0)) if return_lse else out.squeeze(0)
 
 
 def _heads_at_once(asked: int | None, heads_kv: int) -> int:
@@ -61,11 +106,11 @@ def _heads_at_once(asked: int | None, heads_kv: int) -> int:
 
 class _AllGatherAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, call, heads):
+    def forward(ctx, q, k, v, call, chunks, heads):
         with torch._C._AutoDispatchBelowAutograd():
-            out, lse = _forward(q, k, v, call, heads)
+            out, lse = _forward(q, k, v, call, chunks, heads)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call, ctx.heads = call, heads
+        ctx.call, ctx.chunks, ctx.heads = call, chunks, heads
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -73,13 +118,13 @@ class _AllGatherAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout, dlse):
         if dout is None and dlse is None:
-            return None, None, None, None, None
+            return (None,) * 6
         q, k, v, out, lse = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
         with torch._C._AutoDispatchBelowAutograd():
-            gradients = _backward(dout, q, k, v, out, lse, dlse, ctx.call, ctx.heads)
-        return *gradients, None, None
+            gradients = _backward(dout, q, k, v, out, lse, dlse, ctx.call, ctx.chunks, ctx.heads)
+        return *gradients, None, None, None
 
 
 def _gathered(k: Tensor, v: Tensor, call: Call, heads: int) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -96,28 +141,16 @@ def _gathered(k: Tensor, v: Tensor, call: Call, heads: int) -> Iterator[tuple[in
         yield head, *(layout.in_sequence_order(shards[:, i], call.order) for i in (0, 1))
 
 
-def _query_chunks(call: Call, seqlen_local: int, seqlen_k: int) -> Iterator[tuple[slice, int]]:
-    """(rows of the shard, number of keys that the last of them sees); one per chunk, or one in all without a mask."""
-    if not call.causal:
-        yield slice(0, seqlen_local), seqlen_k
-        return
-    held = layout.chunks_of(call.comm.rank, call.comm.size, call.order)
-    length = seqlen_local // len(held)
-    for position, chunk in enumerate(held):
-        yield slice(position * length, (position + 1) * length), (chunk + 1) * length
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call, heads: int) -> tuple[Tensor, Tensor]:
+def _forward(q, k, v, call: Call, chunks, heads: int) -> tuple[Tensor, Tensor]:
     batch, seqlen, heads_q, _ = q.shape
     group = heads_q // k.shape[2]
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = q.new_empty((*q.shape[:3], v.shape[3]))
     lse = q.new_empty((batch, heads_q, seqlen), dtype=reference.accumulate_dtype(q.dtype))
     for head, keys, values in _gathered(k, v, call, heads):
         at = slice(head * group, (head + heads) * group)
-        for rows, seen in _query_chunks(call, seqlen, keys.shape[1]):
-            out[:, rows, at], lse[:, at, rows] = call.forward(
-                q[:, rows, at], keys[:, :seen], values[:, :seen], call.causal
-            )
+        for chunk in chunks.of(seqlen, keys.shape[1]):
+            rows = chunk.rows
+            out[:, rows, at], lse[:, at, rows] = chunks.forward(chunk, q[:, rows, at], keys, values)
     return out, lse
 
 
@@ -130,28 +163,23 @@ def _backward(
     lse: Tensor,
     dlse: Tensor | None,
     call: Call,
+    chunks: DenseChunks | PackedChunks,
     heads: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     group = q.shape[2] // k.shape[2]
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dq = q.new_empty(q.shape)
     returning: Arrival | None = None
     sums_of_owner: list[Tensor] = []  # (2, b, local, heads, d) for each step
     for head, keys, values in _gathered(k, v, call, heads):
         at = slice(head * group, (head + heads) * group)
         sums = keys.new_zeros((2, *keys.shape), dtype=reference.accumulate_dtype(k.dtype))
-        for rows, seen in _query_chunks(call, q.shape[1], keys.shape[1]):
-            dq[:, rows, at], *parts = call.backward(
-                dout[:, rows, at],
-                q[:, rows, at],
-                keys[:, :seen],
-                values[:, :seen],
-                out[:, rows, at],
-                lse[:, at, rows],
-                None if dlse is None else dlse[:, at, rows],
-                call.causal,
-            )
+        for chunk in chunks.of(q.shape[1], keys.shape[1]):
+            rows = chunk.rows
+            of_queries = [x[:, rows, at] for x in (dout, q, out)]
+            of_rows = [None if x is None else x[:, at, rows] for x in (lse, dlse)]
+            dq[:, rows, at], *parts = chunks.backward(chunk, of_queries, of_rows, keys, values)
             for total, part in zip(sums, parts, strict=True):
-                total[:, :seen].add_(part)
+                total[:, : part.shape[1]].add_(part)
         by_owner = torch.stack(
             [layout.in_rank_order(total, call.comm.size, call.order) for total in sums], 1
         )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flash3 import checks, ops
+from flash3 import checks, checks_varlen, ops
 from flash3.distributed import layout
 from flash3.distributed.communicator import Communicator
 
@@ -86,3 +86,41 @@ def checked(
     )
     # Without a mask the order of the keys is of no account, and that of the queries comes back as it went.
     return Call(comm, scale, causal, deterministic, order if causal else "contiguous")
+
+
+def checked_packed(
+    comm: Communicator,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    deterministic: bool,
+    order: str,
+) -> Call:
+    """The same for packed sequences (tokens_local, heads, head_dim); the order is kept with any mask."""
+    layout.check_order(order)
+    head_dim = checks_varlen.check_packed_tensors(q, k, v)
+    checks_varlen.check_sequences(q.device, (cu_seqlens, cu_seqlens, None, None), (0, 0))
+    checks.check_flags(causal, deterministic)
+    scale = head_dim**-0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(
+            f"q, k: a rank must hold the same positions of both, got {q.shape[0]} and {k.shape[0]} tokens"
+        )
+    layout.check_even(q.shape[0], order, "q, k")
+    comm.check_same(
+        {
+            "q: tokens of the local shard": q.shape[0],
+            "q: heads": q.shape[1],
+            "q: head_dim": head_dim,
+            "k: heads": k.shape[1],
+            "q: dtype (place in the list of accepted ones)": _DTYPES.index(q.dtype),
+            "cu_seqlens: number of documents": cu_seqlens.shape[0] - 1,
+            "causal": int(causal),
+            "order (place in the list of accepted ones)": layout.ORDERS.index(order),
+        },
+        q.device,
+    )
+    return Call(comm, scale, causal, deterministic, order)

@@ -24,7 +24,22 @@ DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
 SHAPES = [(1, 1, 1, 1, 1), (2, 65, 129, 2, 1), (1, 200, 70, 2, 2), (1, 257, 384, 4, 2)]
 
 
-def call(dtype: torch.dtype, head_dim: int, causal: bool, shape, *, backward: bool) -> bool:
+def attention(q, k, v, layout: str, **arguments):
+    """out and lse; of packed rows, where the batch's first two sequences lie in the middle of other rows."""
+    if layout == "dense":
+        return flash3.flash_attn_func(q, k, v, return_lse=True, **arguments)
+    lengths = [x.shape[1] for x in (q, k)]
+    ends = [
+        torch.tensor([0, 3, 3 + length, 3 + length, 3 + 2 * length], dtype=torch.int32).cuda()
+        for length in lengths
+    ]
+    packed = [torch.cat([x[0, :1].expand(3, -1, -1), *x, x[-1]]) for x in (q, k, v)]
+    return flash3.flash_attn_varlen_func(*packed, *ends, *lengths, return_lse=True, **arguments)
+
+
+def call(
+    dtype: torch.dtype, head_dim: int, causal: bool, layout: str, shape, *, backward: bool
+) -> bool:
     """True if all results are finite where they have to be."""
     batch, seqlen_q, seqlen_k, heads_q, heads_kv = shape
     extents = [(batch, seqlen_q, heads_q), *[(batch, seqlen_k, heads_kv)] * 2]
@@ -33,9 +48,7 @@ def call(dtype: torch.dtype, head_dim: int, causal: bool, shape, *, backward: bo
     )
     finite = True
     for deterministic in (False, True) if backward else (False,):
-        out, lse = flash3.flash_attn_func(
-            q, k, v, causal=causal, deterministic=deterministic, return_lse=True
-        )
+        out, lse = attention(q, k, v, layout, causal=causal, deterministic=deterministic)
         results = [out, lse.masked_fill(lse.isneginf(), 0.0)]
         if backward:
             grads = torch.randn_like(out), torch.randn_like(lse)
@@ -48,14 +61,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", default="", help="only rows whose name holds this text")
     rows = [row for row in _C.variants() if parser.parse_args().rows in row["name"]]
-    keys = [(row["pass"], row["dtype"], row["head_dim"], row["mask"]) for row in rows]
+    keys = [[row[key] for key in ("pass", "dtype", "head_dim", "mask", "layout")] for row in rows]
     bad = 0
-    for pass_name, dtype, head_dim, mask in keys:
+    for pass_name, dtype, head_dim, mask, layout in keys:
         # The row's own head_dim, and one that TMA pads up to it.
         for d, shape in itertools.product((head_dim, head_dim - 24), SHAPES):
             try:
                 finite = call(
-                    DTYPES[dtype], d, mask == "causal", shape, backward=pass_name == "bwd"
+                    DTYPES[dtype], d, mask == "causal", layout, shape, backward=pass_name == "bwd"
                 )
             except RuntimeError as error:
                 if "this build has no" not in str(error):
@@ -64,7 +77,7 @@ def main() -> int:
             else:
                 verdict = "ok " if finite else "BAD"
                 bad += not finite
-            print(verdict, pass_name, dtype, mask, f"d{d}", *shape, flush=True)
+            print(verdict, pass_name, dtype, mask, layout, f"d{d}", *shape, flush=True)
     torch.cuda.synchronize()
     print(f"{len(keys)} rows, {bad} bad results")
     return 1 if bad else 0

@@ -29,10 +29,6 @@ LAYOUTS = {
     "heads_first": lambda x: x.transpose(1, 2).contiguous(),
     "packed": lambda x: torch.stack([x, x, x], dim=2)[:, :, 1].transpose(1, 2),
 }
-needs_varlen = pytest.mark.skipif(
-    not (hasattr(torch.ops.flash3, "varlen_fwd") and hasattr(torch.ops.flash3, "varlen_bwd")),
-    reason="this flash3 has no operators for packed sequences",
-)
 
 
 @contextlib.contextmanager
@@ -289,7 +285,6 @@ def varlen_step(tensors, offsets, causal):
     )
 
 
-@needs_varlen
 @pytest.mark.parametrize("causal", [False, True])
 def test_varlen_attn_of_torch(causal, active, deterministic, flash3_rows):
     """Sequences of at most 128: newer versions of torch give longer ones without a mask to cuDNN."""
@@ -303,7 +298,6 @@ def test_varlen_attn_of_torch(causal, active, deterministic, flash3_rows):
     assert_equal(results, varlen_step(tensors, offsets, causal))
 
 
-@needs_varlen
 @pytest.mark.parametrize("causal", [False, True])
 def test_nested_tensors(causal, active, deterministic, flash3_rows):
     flash3_rows(BF16, 64, causal)

@@ -1,5 +1,6 @@
 """Which kernel row serves a call, from csrc/launch/dispatch.cpp through flash3._C. No GPU."""
 
+import itertools
 import re
 
 import pytest
@@ -9,19 +10,30 @@ from variants import generate, table
 kernels = pytest.importorskip("flash3._C", reason="flash3._C is not built")
 
 ROWS = {row["name"]: row for row in kernels.variants()}
-KEYS = [(p, d, m) for p in ("fwd", "bwd") for d in ("f16", "bf16") for m in ("full", "causal")]
+WORDS = ("fwd", "bwd"), ("f16", "bf16"), ("full", "causal"), ("dense", "packed")
+KEYS = list(itertools.product(*WORDS))  # pass, dtype, mask, layout
 LARGEST = 8192  # no row holds such a head_dim
 
 
 def plan(key, head_dim, **changes):
     sizes = {"batch": 2, "seqlen_q": 100, "seqlen_k": 200, "num_heads_q": 4, "num_heads_kv": 2}
-    return kernels.plan(*key, **{**sizes, "head_dim": head_dim, **changes})
+    *words, layout = key
+    return kernels.plan(*words, **{**sizes, "head_dim": head_dim, "layout": layout, **changes})
+
+
+def key_of(row):
+    return row["pass"], row["dtype"], row["mask"], row["layout"]
+
+
+def name_of(key, head_dim):
+    name, dtype, mask, layout = key
+    return f"{name}_{dtype}_hd{head_dim}_{mask}" + ("_packed" if layout == "packed" else "")
 
 
 def head_dims(key):
     """The head_dims of the built rows of a key, ascending."""
     rows = ROWS.values()
-    return sorted(r["head_dim"] for r in rows if (r["pass"], r["dtype"], r["mask"]) == key)
+    return sorted(r["head_dim"] for r in rows if key_of(r) == key)
 
 
 def test_the_build_holds_rows_of_the_table_as_the_table_has_them():
@@ -29,11 +41,9 @@ def test_the_build_holds_rows_of_the_table_as_the_table_has_them():
     expected = {row.name: row for row in table.all_rows()}
     for name, row in ROWS.items():
         source = expected[name]
-        assert (row["dtype"], row["head_dim"], row["mask"]) == (
-            source.key.dtype,
-            source.key.head_dim,
-            source.key.mask,
-        )
+        key = source.key
+        assert key_of(row)[1:] == (key.dtype, key.mask, key.layout)
+        assert row["head_dim"] == key.head_dim
         assert row["tile"] == {field: getattr(source, field) for field in row["tile"]}
         assert row["why"] == source.why
 
@@ -41,8 +51,7 @@ def test_the_build_holds_rows_of_the_table_as_the_table_has_them():
 @pytest.mark.parametrize("name", ROWS)
 def test_a_row_serves_its_own_key(name):
     row = ROWS[name]
-    found = plan((row["pass"], row["dtype"], row["mask"]), row["head_dim"])
-    assert found["row"] == name
+    assert plan(key_of(row), row["head_dim"])["row"] == name
 
 
 @pytest.mark.parametrize("key", KEYS, ids="-".join)
@@ -51,8 +60,7 @@ def test_every_head_dim_is_served_by_the_next_row_above(key):
     for head_dim in range(8, 257, 8):
         fitting = [row for row in built if row >= head_dim]
         if fitting:
-            dtype, mask = key[1:]
-            assert plan(key, head_dim)["row"] == f"{key[0]}_{dtype}_hd{fitting[0]}_{mask}"
+            assert plan(key, head_dim)["row"] == name_of(key, fitting[0])
         else:
             with pytest.raises(RuntimeError, match=f"head_dim {head_dim}, mask {key[2]}"):
                 plan(key, head_dim)
@@ -64,9 +72,9 @@ def test_a_missing_row_is_an_error_that_helps(key):
     with pytest.raises(RuntimeError) as caught:
         plan(key, LARGEST)
     message = str(caught.value)
-    name, dtype, mask = key
+    name, dtype, mask, layout = key
     assert {"fwd": "forward", "bwd": "backward"}[name] in message
-    assert f"dtype {dtype}, head_dim {LARGEST}, mask {mask}" in message
+    assert f"dtype {dtype}, head_dim {LARGEST}, mask {mask}, layout {layout}" in message
 
     of_this_pass = {row for row in ROWS if row.startswith(name)}
     nearest = re.search(r"Nearest built rows: ([^.]*)\.", message).group(1).split(", ")
@@ -74,21 +82,27 @@ def test_a_missing_row_is_an_error_that_helps(key):
         assert set(nearest) <= of_this_pass
         assert len(nearest) == min(3, len(of_this_pass))
         if head_dims(key):
-            assert nearest[0] == f"{name}_{dtype}_hd{head_dims(key)[-1]}_{mask}"
+            assert nearest[0] == name_of(key, head_dims(key)[-1])
 
     words = re.search(r'FLASH3_VARIANTS="([^"]*)"', message).group(1)
     selected = [row.name for row in generate.select(words)]
-    assert selected == [r.name for r in table.all_rows() if (r.key.dtype, r.key.mask) == key[1:]]
+    layouts = ("packed",) if layout == "packed" else ("dense", "packed")
+    assert selected == [
+        r.name
+        for r in table.all_rows()
+        if (r.key.dtype, r.key.mask) == (dtype, mask) and r.key.layout in layouts
+    ]
 
 
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        (("forward", "bf16", "full"), "pass must be fwd or bwd, got 'forward'"),
-        (("fwd", "bfloat16", "full"), "dtype must be f16 or bf16, got 'bfloat16'"),
-        (("fwd", "bf16", "local"), "mask must be full or causal, got 'local'"),
+        (("forward", "bf16", "full", "dense"), "pass must be fwd or bwd, got 'forward'"),
+        (("fwd", "bfloat16", "full", "dense"), "dtype must be f16 or bf16, got 'bfloat16'"),
+        (("fwd", "bf16", "local", "dense"), "mask must be full or causal, got 'local'"),
+        (("fwd", "bf16", "full", "paged"), "layout must be dense or packed, got 'paged'"),
     ],
-    ids=["pass", "dtype", "mask"],
+    ids=["pass", "dtype", "mask", "layout"],
 )
 def test_an_unknown_word_is_a_value_error(key, message):
     with pytest.raises(ValueError, match=message):
@@ -108,10 +122,10 @@ def test_an_unknown_word_is_a_value_error(key, message):
 )
 def test_sizes_that_no_call_has_are_value_errors(changes, message):
     with pytest.raises(ValueError, match=message):
-        plan(("fwd", "bf16", "full"), **{"head_dim": 64, **changes})
+        plan(("fwd", "bf16", "full", "dense"), **{"head_dim": 64, **changes})
 
 
-@pytest.mark.parametrize("op", ["fwd", "bwd"])
+@pytest.mark.parametrize("op", ["fwd", "bwd", "varlen_fwd", "varlen_bwd"])
 def test_loading_the_module_registers_the_cuda_implementation(op):
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"flash3::{op}", "CUDA")
 

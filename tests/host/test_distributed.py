@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import flash3
 from flash3.distributed import (
     allgather_attn_func,
+    allgather_attn_varlen_func,
     layout,
     position_ids,
     ring_attn_func,
@@ -103,6 +104,60 @@ def test_every_dtype(function, dtype):
         of_parts, of_one = (max_error(x[name], right[name]) for x in (whole, alone))
         unit = torch.finfo(alone[name].dtype).eps * max_abs(right[name])
         assert of_parts <= 2 * of_one + unit, name
+
+
+DOCUMENTS = (5, 0, 17, 1, 30, 8)  # of 64 tokens: three belong to none
+
+
+def packed_inputs(size: int, dtype=torch.float64, device="cpu"):
+    case = Case("allgather", True, seqlen_q=64 // size, seqlen_k=64 // size, heads_q=4, heads_kv=2)
+    q, k, v, dout, dlse = (x[0] for x in case.inputs(size, dtype, device))
+    cu_seqlens = torch.tensor([0, *DOCUMENTS], device=device).cumsum(0, dtype=torch.int32)
+    return q, k, v, dout, dlse, cu_seqlens
+
+
+@pytest.mark.parametrize("order", layout.ORDERS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_packed_documents(size, causal, order):
+    """Documents that begin and end anywhere in a rank's shard are those of one process."""
+    *whole, cu_seqlens = packed_inputs(size)
+    leaves = [x.requires_grad_() for x in whole[:3]]
+    lengths = cu_seqlens, cu_seqlens, 30, 30
+    right = flash3.flash_attn_varlen_func(*leaves, *lengths, causal=causal, return_lse=True)
+    right += torch.autograd.grad(right, leaves, whole[3:])
+
+    def on_a_rank(comm):
+        q, k, v, dout = (layout.shard(x.detach(), comm.rank, size, 0, order) for x in whole[:4])
+        dlse = layout.shard(whole[4], comm.rank, size, 1, order)
+        qkv = [x.requires_grad_() for x in (q, k, v)]
+        results = allgather_attn_varlen_func(
+            *qkv, cu_seqlens, comm, causal=causal, heads_per_step=1, order=order, return_lse=True
+        )
+        results += torch.autograd.grad(results, qkv, (dout, dlse))
+        return [
+            unshard_sequence(x.detach(), comm, int(i == 1), order=order)
+            for i, x in enumerate(results)
+        ]
+
+    for ours in run_threads(size, on_a_rank):
+        for x, y in zip(ours, right, strict=True):
+            torch.testing.assert_close(x, y.detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_bad_packed_documents():
+    q, k, v, _, _, cu_seqlens = packed_inputs(2)
+    bad = {
+        "cu_seqlens_q: dtype": (q, k, v, cu_seqlens.long()),
+        "must hold the same positions": (q, k[:-2], v[:-2], cu_seqlens),
+        "must be even": (q[:7], k[:7], v[:7], cu_seqlens),
+        "q: must be (rows, heads, head_dim)": (q[None], k, v, cu_seqlens),
+    }
+    for words, arguments in bad.items():
+        for message in run_threads(
+            2, lambda comm, a=arguments: _error(lambda: allgather_attn_varlen_func(*a, comm))
+        ):
+            assert words in message
 
 
 def test_one_rank_is_a_plain_call():

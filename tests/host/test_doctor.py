@@ -21,6 +21,7 @@ ROW = {
     "dtype": "bf16",
     "head_dim": 64,
     "mask": "causal",
+    "layout": "dense",
 }
 TILE = {"m": 192, "n": 128, "kv_stages": 2}
 
@@ -140,9 +141,10 @@ def test_wrong_results_are_not_well(machine, capsys, monkeypatch):
 @pytest.mark.parametrize("pass_", ["fwd", "bwd"])
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 @pytest.mark.parametrize("mask", ["full", "causal"])
-def test_the_check_of_a_row_accepts_right_results(pass_, dtype, mask):
+@pytest.mark.parametrize("layout", ["dense", "packed"])
+def test_the_check_of_a_row_accepts_right_results(pass_, dtype, mask, layout):
     """On CPU the same ops run the reference in the same dtype."""
-    row = {"name": "row", "pass": pass_, "dtype": dtype, "head_dim": 64, "mask": mask}
+    row = {**ROW, "pass": pass_, "dtype": dtype, "mask": mask, "layout": layout}
     good, line = selfcheck.check_row(row, torch.device("cpu"))
     assert good, line
 

@@ -7,8 +7,9 @@ import pytest
 kernels = pytest.importorskip("flash3._C", reason="flash3._C is not built")
 
 ROWS = {row["name"]: row for row in kernels.variants()}
-FORWARD = [name for name, row in ROWS.items() if row["pass"] == "fwd"]
-BACKWARD = [name for name, row in ROWS.items() if row["pass"] == "bwd"]
+DENSE = [name for name, row in ROWS.items() if row["layout"] == "dense"]
+FORWARD = [name for name in DENSE if ROWS[name]["pass"] == "fwd"]
+BACKWARD = [name for name in DENSE if ROWS[name]["pass"] == "bwd"]
 
 # batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv
 SHAPES = {

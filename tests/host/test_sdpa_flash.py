@@ -74,38 +74,6 @@ def test_flash_operator_into_an_output_of_the_caller():
     assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
 
 
-@pytest.fixture
-def varlen_ops(monkeypatch):
-    """The operators for packed sequences: flash3's, or a loop over the sequences where this flash3 has none."""
-    if hasattr(torch.ops.flash3, "varlen_fwd"):
-        return
-
-    def pieces(cu_q, cu_k, seqused_k):
-        ends = cu_k[1:] if seqused_k is None else cu_k[:-1] + seqused_k
-        bounds = zip(cu_q[:-1].tolist(), cu_q[1:].tolist(), cu_k.tolist(), ends.tolist())  # noqa: B905
-        return [(slice(q0, q1), slice(k0, k1)) for q0, q1, k0, k1 in bounds]
-
-    def forward(q, k, v, cu_q, cu_k, seqused_q, seqused_k, max_q, max_k, *how):
-        assert seqused_q is None
-        out, lse = torch.zeros_like(q), q.new_zeros(q.shape[1], q.shape[0])
-        for x, y in pieces(cu_q, cu_k, seqused_k):
-            assert x.stop - x.start <= max_q and y.stop - y.start <= max_k
-            out[None, x], lse[None, :, x] = ops.fwd(q[None, x], k[None, y], v[None, y], *how)
-        return out, lse
-
-    def backward(dout, q, k, v, out, lse, dlse, cu_q, cu_k, used_q, used_k, max_q, max_k, *how):
-        assert dlse is None and used_q is None and used_k is None
-        grads = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for x, y in pieces(cu_q, cu_k, None):
-            args = dout[None, x], q[None, x], k[None, y], v[None, y], out[None, x], lse[None, :, x]
-            for whole, part, rows in zip(grads, ops.bwd(*args, None, *how), (x, y, y), strict=True):
-                whole[rows] = part[0]
-        return grads
-
-    loops = {"varlen_fwd": forward, "varlen_bwd": backward}
-    monkeypatch.setattr(sdpa, "_varlen_op", loops.__getitem__)
-
-
 LENGTHS_Q, LENGTHS_K = (3, 0, 7, 2), (5, 4, 7, 1)
 
 
@@ -125,7 +93,7 @@ def by_sequence(q, k, v, causal, lengths_k=LENGTHS_K):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_varlen_attn_of_torch(causal, on_cpu, varlen_ops):
+def test_varlen_attn_of_torch(causal, on_cpu):
     from torch.nn.attention.varlen import varlen_attn
 
     inputs = Case(sum(LENGTHS_Q), sum(LENGTHS_K), 8, batch=1).inputs(torch.float64)
@@ -139,7 +107,7 @@ def test_varlen_attn_of_torch(causal, on_cpu, varlen_ops):
         torch.testing.assert_close(x, y)
 
 
-def test_used_lengths_reach_the_varlen_operator(varlen_ops):
+def test_used_lengths_reach_the_varlen_operator():
     inputs = Case(sum(LENGTHS_Q), sum(LENGTHS_K), 8, batch=1).inputs(torch.float32)
     qkv = [x[0] for x in (inputs.q, inputs.k, inputs.v)]
     used = (2, 4, 5, 1)
@@ -147,11 +115,6 @@ def test_used_lengths_reach_the_varlen_operator(varlen_ops):
     seqused_k = torch.tensor(used, dtype=torch.int32)
     out, lse, *_ = sdpa._flash_forward(*qkv, *where, 0.0, False, False, seqused_k=seqused_k)
     torch.testing.assert_close((out, lse), by_sequence(*qkv, False, used))
-
-
-def test_a_flash3_without_an_operator_names_it():
-    with pytest.raises(NotImplementedError, match=r"cum_seq_q: .*torch\.ops\.flash3\.no_such_op"):
-        sdpa._varlen_op("no_such_op")
 
 
 # What is refused
@@ -192,7 +155,7 @@ def test_sliding_windows_raise(window):
         sdpa._flash_forward(**forward_args(window_size_left=left, window_size_right=right))
 
 
-def test_offsets_of_the_queries_alone_raise(varlen_ops):
+def test_offsets_of_the_queries_alone_raise():
     cu = offsets([9])
     q = torch.zeros(9, 2, 8)
     with pytest.raises(ValueError, match="cum_seq_k: must be a tensor"):

@@ -1,13 +1,21 @@
 """The variant table, the model of what a row may cost, and the sources that are made from it."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 from variants import generate, limits
-from variants.table import BACKWARD, CORE, DTYPES, FORWARD, MASKS, all_rows
+from variants.table import BACKWARD, CORE, DTYPES, FORWARD, LAYOUTS, MASKS, all_rows
 
 HEAD_DIMS = {"fwd": {64, 128, 192, 256}, "bwd": {64, 128, 256}}
 ROWS = {row.name: row for row in all_rows()}
+
+
+def with_packed(*names):
+    """The dense rows, then the packed ones, as the table lists them."""
+    return [*names, *(f"{name}_packed" for name in names)]
+
+
 # Two rows with tiles of their own, so that tuning the table changes no expectation here.
 FWD = replace(ROWS["fwd_bf16_hd128_full"], m=128, n=176, kv_stages=2, q_stages=1, mma_warpgroups=2)
 BWD = replace(
@@ -32,8 +40,21 @@ def test_names_are_unique_and_the_table_is_within_its_budget():
 
 @pytest.mark.parametrize(("kind", "rows"), [("fwd", FORWARD), ("bwd", BACKWARD)])
 def test_every_combination_is_served(kind, rows):
-    keys = {(row.key.dtype, row.key.head_dim, row.key.mask) for row in rows}
-    assert keys == {(d, h, m) for d in DTYPES for h in HEAD_DIMS[kind] for m in MASKS}
+    keys = {(row.key.dtype, row.key.head_dim, row.key.mask, row.key.layout) for row in rows}
+    expected = itertools.product(DTYPES, HEAD_DIMS[kind], MASKS, LAYOUTS)
+    assert keys == set(expected) and len(rows) == len(keys)
+
+
+@pytest.mark.parametrize("row", all_rows(), ids=lambda row: row.name)
+def test_a_packed_row_has_the_tile_of_the_dense_one(row):
+    if row.key.layout == "dense":
+        assert not row.name.endswith("_packed")
+        return
+    dense = ROWS[row.name.removesuffix("_packed")]
+    if row.name.startswith("fwd"):
+        assert row.dynamic_schedule, "lengths differ"
+        dense = replace(dense, dynamic_schedule=True)
+    assert row == replace(dense, key=replace(dense.key, layout="packed"), why=row.why)
 
 
 def test_core_rows_exist_and_cover_every_path():
@@ -42,6 +63,7 @@ def test_core_rows_exist_and_cover_every_path():
         chosen = [row for row in rows if row.name.startswith(kind)]
         assert {row.key.head_dim for row in chosen} == HEAD_DIMS[kind]
         assert {row.key.mask for row in chosen} == set(MASKS)
+        assert {row.key.layout for row in chosen} == set(LAYOUTS)
 
 
 @pytest.mark.parametrize("row", all_rows(), ids=lambda row: row.name)
@@ -62,6 +84,7 @@ def test_row_names_the_experiment_that_chose_it(row):
         (replace(FWD, key=replace(FWD.key, head_dim=96)), "head_dim 96"),
         (replace(FWD, key=replace(FWD.key, dtype="f64")), "dtype f64"),
         (replace(FWD, key=replace(FWD.key, mask="local")), "mask local"),
+        (replace(FWD, key=replace(FWD.key, layout="paged")), "layout paged"),
         (replace(BWD, n=96), "n 96 is not 64, or 64 * mma_warpgroups"),
         (replace(BWD, m=96), "m 96 is not 64 or 128"),
         (replace(BWD, mma_warpgroups=3, n=192), "mma_warpgroups 3 is not 2"),
@@ -101,8 +124,9 @@ def test_shared_memory_model_counts_every_tile():
     [
         ("all", list(ROWS)),
         ("core", [name for name in ROWS if name in CORE]),
-        ("hd128,bf16,fwd", ["fwd_bf16_hd128_full", "fwd_bf16_hd128_causal"]),
-        (" bwd , hd64, f16 ", ["bwd_f16_hd64_full", "bwd_f16_hd64_causal"]),
+        ("hd128,bf16,fwd", with_packed("fwd_bf16_hd128_full", "fwd_bf16_hd128_causal")),
+        (" bwd , hd64, f16 ", with_packed("bwd_f16_hd64_full", "bwd_f16_hd64_causal")),
+        ("packed,hd192,f16", ["fwd_f16_hd192_full_packed", "fwd_f16_hd192_causal_packed"]),
         ("core,bwd", [name for name in ROWS if name in CORE and name.startswith("bwd")]),
         ("fwd_f16_hd64_full", ["fwd_f16_hd64_full"]),
     ],
@@ -113,7 +137,7 @@ def test_filter_selects_rows_by_words(spec, names):
 
 @pytest.mark.parametrize("spec", ["hd512", "f1", "fwd,bwd", ",", "BF16"])
 def test_filter_without_a_match_lists_the_words(spec):
-    words = "bf16, bwd, causal, f16, full, fwd, hd128, hd192, hd256, hd64"
+    words = "bf16, bwd, causal, f16, full, fwd, hd128, hd192, hd256, hd64, packed"
     with pytest.raises(generate.FilterError, match=words):
         generate.select(spec)
 
@@ -125,6 +149,8 @@ def test_row_source_states_the_row():
     assert "KernelKey key = {DType::kBF16, 128, MaskKind::kFull};" in text
     assert f"FwdTile tile = {{.m = {FWD.m}, .n = {FWD.n}, .kv_stages = {FWD.kv_stages}," in text
     assert "void launch_fwd_bf16_hd128_full(FwdParams const& params, cudaStream_t stream)" in text
+    packed = generate.row_source(ROWS["fwd_f16_hd64_causal_packed"])
+    assert "key = {DType::kF16, 64, MaskKind::kCausal, SeqLayout::kPacked};" in packed
     assert "launch_bwd<bwd_bf16_hd128_causal>(params, stream);" in generate.row_source(BWD)
 
 

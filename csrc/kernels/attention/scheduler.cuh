@@ -4,8 +4,6 @@
 
 #include <cutlass/cutlass.h>
 
-#include <algorithm>
-
 namespace flash3 {
 
 struct WorkTile {
@@ -49,10 +47,11 @@ struct LongestFirst : BlockByBlock {
 
 // Heads of a section if each brings `head_bytes` to L2 and there are `heads_total`: as many as L2
 // holds, but enough of them that tiles of one length come in numbers.
-inline int heads_per_section(long long head_bytes, int least, int heads_total) {
+CUTLASS_HOST_DEVICE int heads_per_section(long long head_bytes, int least, int heads_total) {
   constexpr long long kSectionBytes = 32LL << 20;  // of the 50 MB of a Hopper L2
-  long long const heads = kSectionBytes / (head_bytes > 0 ? head_bytes : 1);
-  return static_cast<int>(std::min<long long>(std::max<long long>(heads, least), heads_total));
+  long long const fitting = kSectionBytes / (head_bytes > 0 ? head_bytes : 1);
+  long long const heads = fitting > least ? fitting : least;
+  return static_cast<int>(heads < heads_total ? heads : heads_total);
 }
 
 // The sequence of tile indices of one CTA of a persistent grid. The CTA asks once after each tile
@@ -73,6 +72,15 @@ struct DynamicSchedule {
   CUTLASS_DEVICE void answered(int next, int num_tiles) const {
     if (next - int(gridDim.x) == num_tiles - 1) *counter = 0;
   }
+};
+
+// The same with a counter that an earlier kernel has set to 0.
+struct CountedSchedule {
+  int* counter;
+
+  CUTLASS_DEVICE int first() const { return blockIdx.x; }
+  CUTLASS_DEVICE int after(int) const { return gridDim.x + atomicAdd(counter, 1); }
+  CUTLASS_DEVICE void answered(int, int) const {}
 };
 
 }  // namespace flash3

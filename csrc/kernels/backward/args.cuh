@@ -12,14 +12,17 @@ namespace flash3 {
 // of the query heads, and they sum dK and dV (cluster_sum.cuh). Within a head, CTAs with fewer keys
 // before them come first: under a causal mask they have the most queries, and deterministic dQ sums
 // wait for those only.
-struct KeyTile {
-  int n_block, kv_head, batch;
+template <class Sequence>
+struct KeyTileOf {
+  int n_block, kv_head;
+  Sequence batch;
   int first_q_head, num_q_heads;
 };
 
 template <class Row>
 struct BwdArgs {
   using T = BwdTraits<Row>;
+  using KeyTile = KeyTileOf<typename T::Sequence>;
 
   CUtensorMap q, d_o;     // boxes of tile.m rows
   CUtensorMap k, v;       // boxes of tile.n rows
@@ -29,23 +32,39 @@ struct BwdArgs {
   float const* dpsum;     // likewise; 0 where a row does not exist
   float* dq_accum;        // (batch, heads_q, m_blocks) blocks of m * head_dim in fragment order
   int* dq_turn;           // (batch, heads_q, m_blocks) or null
-  int seqlen_q, seqlen_k, seqlen_q_rounded;
+  typename T::Sequences sequences;
+  int seqlen_q_rounded;
   int num_heads_q, qheads_per_kvhead;
   int cluster_size;
-  BlockByBlock order;
+  typename T::Order order;
   float softmax_scale;
 
-  CUTLASS_DEVICE typename T::MaskType mask() const { return {seqlen_q, seqlen_k}; }
+  using Lengths = typename T::Sequences::Lengths;
+  CUTLASS_DEVICE typename T::MaskType mask(Lengths lengths) const {
+    return {sequences.q(lengths), sequences.k(lengths)};
+  }
 
+  // The grid of a packed row is for the largest number of key blocks that there can be.
+  CUTLASS_DEVICE bool no_tile() const {
+    if constexpr (T::kPacked) {
+      return int(blockIdx.x / cluster_size) >= order.num_tiles();
+    } else {
+      return false;
+    }
+  }
   CUTLASS_DEVICE int cluster_rank() const { return blockIdx.x % cluster_size; }
   CUTLASS_DEVICE KeyTile tile() const {
-    WorkTile const at = order(blockIdx.x / cluster_size);
+    auto const at = order(blockIdx.x / cluster_size);
     int const share = qheads_per_kvhead / cluster_size;
     return {at.block, at.head, at.batch, at.head * qheads_per_kvhead + cluster_rank() * share,
             share};
   }
-  CUTLASS_DEVICE int64_t head_row(int batch, int head) const {
-    return (int64_t(batch) * num_heads_q + head) * seqlen_q_rounded;
+  CUTLASS_DEVICE int64_t head_row(typename T::Sequence const& batch, int head) const {
+    if constexpr (T::kPacked) {
+      return int64_t(head) * seqlen_q_rounded + batch.q_first * T::kM;
+    } else {
+      return (int64_t(batch) * num_heads_q + head) * seqlen_q_rounded;
+    }
   }
 };
 

@@ -32,6 +32,7 @@ template <class Row>
 struct BwdClusterSum {
   using T = BwdTraits<Row>;
   using Element = typename T::Element;
+  using KeyTile = typename BwdArgs<Row>::KeyTile;
   static constexpr int kPieces = T::kGradientColumns / kBoxColumns;  // of a warpgroup's gradient
   static constexpr int kVectors =
       kBoxColumns * kRowsPerWarpgroup / kThreadsPerWarpgroup / 4;  // of a thread
@@ -99,9 +100,10 @@ struct BwdClusterSum {
     int const first_box = T::kKeysShared ? warpgroup * kPieces : 0;
     stage_warp_rows<T::kN, kBoxColumns>(rounded, staging, row);
     if (first_lane) {
-      tma_store_box(piece < kPieces ? args.dk : args.dv, staging + row * kBoxColumns,
-                    first_box + piece % kPieces,
-                    {tile.n_block * T::kN + row, tile.kv_head, tile.batch});
+      tma_store_box(
+          piece < kPieces ? args.dk : args.dv, staging + row * kBoxColumns,
+          first_box + piece % kPieces,
+          TileCoord{tile.n_block * T::kN + row, tile.kv_head, args.sequences.slot_k(tile.batch)});
       tma_store_arrive();
     }
   }

@@ -21,6 +21,8 @@ template <class Row>
 struct BwdConsumer {
   using T = BwdTraits<Row>;
   using Element = typename T::Element;
+  using KeyTile = typename BwdArgs<Row>::KeyTile;
+  using Lengths = typename T::Sequences::Lengths;
 
   BwdArgs<Row> const& args;
   BwdSmem<Row>& smem;
@@ -31,7 +33,8 @@ struct BwdConsumer {
 
   CUTLASS_DEVICE void run() {
     KeyTile const tile = args.tile();
-    BlockRange const blocks = args.mask().template query_blocks<T::kM>(tile.n_block * T::kN);
+    BlockRange const blocks = args.mask(args.sequences.lengths(tile.batch))
+                                  .template query_blocks<T::kM>(tile.n_block * T::kN);
     // ((2, 2, head_dim / 8), 1, 1) fp32 each
     typename T::MmaDk mma_dk;
     typename T::MmaDv mma_dv;
@@ -43,7 +46,8 @@ struct BwdConsumer {
       smem.kv_ring.wait_full({});
       accumulate(tile, blocks, mma_dk, dk, mma_dv, dv);
     }
-    write_output(tile, dk, dv);
+    // A packed tile is read again: it would take registers in the loop.
+    write_output(T::kPacked ? args.tile() : tile, dk, dv);
   }
 
  private:
@@ -172,12 +176,13 @@ struct BwdConsumer {
   // Keys past the end were loaded as zeros; their scores of 0 must not turn into probabilities
   // either.
   template <class Scores>
-  CUTLASS_DEVICE void mask_scores(Scores& scores, int m_block, int n_block) const {
-    auto const mask = args.mask();
+  CUTLASS_DEVICE void mask_scores(Scores& scores, Lengths lengths, int m_block, int n_block) const {
+    auto const mask = args.mask(lengths);
     CUTLASS_PRAGMA_UNROLL
     for (int r = 0; r < 2; ++r) {
       int const key = n_block * T::kN + first_key() + lane_first_row() + 8 * r;
-      int const first_query = key < args.seqlen_k ? mask.first_query(key) : args.seqlen_q_rounded;
+      int const first_query =
+          key < args.sequences.k(lengths) ? mask.first_query(key) : args.seqlen_q_rounded;
       int const first_column =
           first_query - m_block * T::kM - this->first_query() - lane_first_column();
       CUTLASS_PRAGMA_UNROLL
@@ -191,8 +196,9 @@ struct BwdConsumer {
   template <class Fragment>
   CUTLASS_DEVICE void to_probabilities(Fragment& s, KeyTile tile, QueryBlock at, int slot) const {
     auto scores = rows_and_columns(s);
-    if (args.mask().template cuts<T::kN>(at.m_block * T::kM, tile.n_block * T::kN)) {
-      mask_scores(scores, at.m_block, tile.n_block);
+    Lengths const lengths = args.sequences.lengths(tile.batch);
+    if (args.mask(lengths).template cuts<T::kN>(at.m_block * T::kM, tile.n_block * T::kN)) {
+      mask_scores(scores, lengths, at.m_block, tile.n_block);
     }
     float const* const lse_log2 = smem.lse_log2[slot] + first_query();
     float const scale_log2 = args.softmax_scale * kLog2e;
@@ -232,8 +238,13 @@ struct BwdConsumer {
   CUTLASS_DEVICE void add_dq(KeyTile tile, QueryBlock at, Fragment const& dq) {
     int64_t const row = args.head_row(tile.batch, at.head) + int64_t(at.m_block) * T::kM;
     float* const block_sum = args.dq_accum + row * T::kHeadDim;
+    bool holds_queries = true;
+    if constexpr (T::kPacked) {
+      int const rows = tile.batch.q.length - at.m_block * T::kM;
+      holds_queries = dq_warp_row<T::kM>(consumer_thread()) < rows;
+    }
     if (args.dq_turn == nullptr) {
-      add_to_dq_accum<T::kDqPerThread>(block_sum, dq, consumer_thread());
+      if (holds_queries) add_to_dq_accum<T::kDqPerThread>(block_sum, dq, consumer_thread());
       return;
     }
     BwdBarrier const own = barrier_at(BwdBarrier::kWarpgroup, warpgroup);
@@ -242,7 +253,7 @@ struct BwdConsumer {
       await_dq_turn(turn, tile.n_block * T::kMmaWarpgroups);
     }
     named_barrier_sync(own, kThreadsPerWarpgroup);
-    add_to_dq_accum<T::kDqPerThread>(block_sum, dq, consumer_thread());
+    if (holds_queries) add_to_dq_accum<T::kDqPerThread>(block_sum, dq, consumer_thread());
     __threadfence();
     named_barrier_sync(own, kThreadsPerWarpgroup);
     if (threadIdx.x % kThreadsPerWarpgroup == 0) pass_dq_turn(turn);
@@ -271,9 +282,10 @@ struct BwdConsumer {
     constexpr int kColumns = T::kGradientColumns;
     int const first_column = T::kKeysShared ? warpgroup * kColumns : 0;
     stage_warp_rows<T::kN, kColumns>(rounded, staging, first_key(), first_column);
-    store_warp_rows<T::kN, kColumns>(map, staging, first_key(),
-                                     {tile.n_block * T::kN, tile.kv_head, tile.batch},
-                                     first_column / kBoxColumns);
+    store_warp_rows<T::kN, kColumns>(
+        map, staging, first_key(),
+        TileCoord{tile.n_block * T::kN, tile.kv_head, args.sequences.slot_k(tile.batch)},
+        first_column / kBoxColumns);
   }
 };
 

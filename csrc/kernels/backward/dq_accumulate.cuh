@@ -20,6 +20,14 @@ CUTLASS_DEVICE int dq_accum_offset(int consumer_thread, int group) {
   return (warpgroup * kFloatsPerThread / 4 + group) * kThreadsPerWarpgroup * 4 + lane * 4;
 }
 
+// The first of the 16 rows of a query block whose parts a consumer thread's warp holds: kM is 64,
+// and all warpgroups hold all rows, or 128. Packed rows leave out warps that no query lies in: of
+// short sequences most blocks are short.
+template <int kM>
+CUTLASS_DEVICE int dq_warp_row(int consumer_thread) {
+  return consumer_thread / kThreadsPerWarp * 16 % kM;
+}
+
 template <int kFloatsPerThread, class Fragment>
 CUTLASS_DEVICE void add_to_dq_accum(float* block_sum, Fragment const& dq, int consumer_thread) {
   static_assert(decltype(size(dq.layout()))::value == kFloatsPerThread);

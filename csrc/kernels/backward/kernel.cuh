@@ -13,6 +13,7 @@ __global__ void __launch_bounds__(BwdTraits<Row>::kThreads, 1)
     bwd_kernel(__grid_constant__ BwdArgs<Row> const args) {
   extern __shared__ __align__(1024) unsigned char storage[];
   BwdSmem<Row>& smem = *reinterpret_cast<BwdSmem<Row>*>(storage);
+  if (args.no_tile()) return;  // all CTAs of a cluster
   if (threadIdx.x == 0) {
     smem.init_barriers();
     cutlass::arch::fence_barrier_init();

@@ -3,13 +3,13 @@
 #pragma once
 
 #include "backward/dq_accumulate.cuh"
-#include "backward/traits.cuh"
+#include "backward/query_block.cuh"
 #include "common/tma.cuh"
 
 namespace flash3 {
 
 template <class Row>
-struct BwdPostprocessArgs {
+struct BwdPostprocessArgs : QueryBlocks<Row> {
   TensorView dq;
   float const* dq_accum;
   int seqlen_q, seqlen_q_rounded, num_heads_q, head_dim;
@@ -17,17 +17,15 @@ struct BwdPostprocessArgs {
 };
 
 // One CTA takes a query block, its threads the fragments of the main kernel's consumers.
+// Rows from `used` on are written as zeros.
 template <class Row>
-__global__ void __launch_bounds__(BwdTraits<Row>::kConsumerThreads)
-    bwd_postprocess_kernel(BwdPostprocessArgs<Row> const args) {
+CUTLASS_DEVICE void postprocess_block(BwdPostprocessArgs<Row> const& args, int m_block,
+                                      int64_t head_and_batch, int used) {
   using T = BwdTraits<Row>;
   using Element = typename T::Element;
   using Vector = cutlass::AlignedArray<Element, 8>;
   __shared__ alignas(128) Element tile[T::kM * T::kHeadDim];
 
-  int const num_m_blocks = args.seqlen_q_rounded / T::kM;
-  int const m_block = blockIdx.x % num_m_blocks;
-  int64_t const head_and_batch = blockIdx.x / num_m_blocks;
   int const rows = min(T::kM, args.seqlen_q - m_block * T::kM);
   if (rows <= 0) return;  // rounding may add a block that holds no row
 
@@ -36,10 +34,16 @@ __global__ void __launch_bounds__(BwdTraits<Row>::kConsumerThreads)
   float const* const block_sum =
       args.dq_accum +
       (head_and_batch * args.seqlen_q_rounded + int64_t(m_block) * T::kM) * T::kHeadDim;
+  bool holds_queries = true;
+  if constexpr (T::kPacked) {
+    holds_queries = dq_warp_row<T::kM>(threadIdx.x) < used - m_block * T::kM;
+  }
   CUTLASS_PRAGMA_UNROLL
   for (int g = 0; g < T::kDqPerThread / 4; ++g) {
-    float4 const sum = *reinterpret_cast<float4 const*>(
-        block_sum + dq_accum_offset<T::kDqPerThread>(threadIdx.x, g));
+    float4 const sum = holds_queries
+                           ? *reinterpret_cast<float4 const*>(
+                                 block_sum + dq_accum_offset<T::kDqPerThread>(threadIdx.x, g))
+                           : float4{};
     dq(4 * g) = sum.x * args.softmax_scale;
     dq(4 * g + 1) = sum.y * args.softmax_scale;
     dq(4 * g + 2) = sum.z * args.softmax_scale;
@@ -61,9 +65,34 @@ __global__ void __launch_bounds__(BwdTraits<Row>::kConsumerThreads)
   for (int i = threadIdx.x * 8; i < rows * T::kHeadDim; i += T::kConsumerThreads * 8) {
     int const row = i / T::kHeadDim, column = i % T::kHeadDim;
     if (column < args.head_dim) {
-      *reinterpret_cast<Vector*>(dq_rows + row * args.dq.seqlen_stride + column) =
-          *reinterpret_cast<Vector const*>(&sDq(row, column));
+      Vector value = *reinterpret_cast<Vector const*>(&sDq(row, column));
+      if constexpr (T::kPacked) {
+        if (m_block * T::kM + row >= used) value.clear();
+      }
+      *reinterpret_cast<Vector*>(dq_rows + row * args.dq.seqlen_stride + column) = value;
     }
+  }
+}
+
+template <class Row>
+__global__ void __launch_bounds__(BwdTraits<Row>::kConsumerThreads)
+    bwd_postprocess_kernel(BwdPostprocessArgs<Row> const args) {
+  using T = BwdTraits<Row>;
+  if constexpr (T::kPacked) {
+    PackedQueryBlock const at = packed_query_block(args, args.num_heads_q);
+    if (!at.exists) return;
+    // To a block its sequence's head is a dense tensor with one head.
+    BwdPostprocessArgs<Row> own = args;
+    int64_t const padded_row = int64_t(at.head) * args.seqlen_q_rounded + at.q_first * T::kM;
+    own.dq = first_row(args.dq, at, sizeof(typename T::Element));
+    own.dq_accum += padded_row * T::kHeadDim;
+    own.seqlen_q = at.slot;
+    own.num_heads_q = 1;
+    postprocess_block<Row>(own, at.m_block, 0, at.used);
+  } else {
+    int const num_m_blocks = args.seqlen_q_rounded / T::kM;
+    postprocess_block<Row>(args, blockIdx.x % num_m_blocks, blockIdx.x / num_m_blocks,
+                           args.seqlen_q);
   }
 }
 

@@ -2,15 +2,16 @@
 // dQ sums.
 #pragma once
 
-#include "backward/traits.cuh"
+#include "backward/dq_accumulate.cuh"
+#include "backward/query_block.cuh"
 #include "common/math.cuh"
 
 namespace flash3 {
 
 template <class Row>
-struct BwdPreprocessArgs {
+struct BwdPreprocessArgs : QueryBlocks<Row> {
   TensorView o, d_o;
-  float const* lse;   // (batch, heads_q, seqlen_q)
+  float const* lse;   // (batch, heads_q, seqlen_q); packed: (heads_q, total_q)
   float const* dlse;  // likewise, or null
   float *lse_log2, *dpsum, *dq_accum;
   int* dq_turn;  // or null
@@ -19,7 +20,8 @@ struct BwdPreprocessArgs {
 
 // One CTA takes kM rows of one head. Eight-element vectors: kHeadDim / 8 lanes share a row.
 template <class Row>
-__global__ void __launch_bounds__(256) bwd_preprocess_kernel(BwdPreprocessArgs<Row> const args) {
+CUTLASS_DEVICE void preprocess_block(BwdPreprocessArgs<Row> const& args, int m_block,
+                                     int64_t head_and_batch) {
   using T = BwdTraits<Row>;
   using Element = typename T::Element;
   using Vector = cutlass::AlignedArray<Element, 8>;
@@ -27,9 +29,6 @@ __global__ void __launch_bounds__(256) bwd_preprocess_kernel(BwdPreprocessArgs<R
   constexpr int kLanesPerRow = T::kHeadDim / 8;
   constexpr int kRowsAtOnce = kThreads / kLanesPerRow;
 
-  int const num_m_blocks = args.seqlen_q_rounded / T::kM;
-  int const m_block = blockIdx.x % num_m_blocks;
-  int64_t const head_and_batch = blockIdx.x / num_m_blocks;
   int const head = head_and_batch % args.num_heads_q;
   int64_t const batch = head_and_batch / args.num_heads_q;
   int const column = threadIdx.x % kLanesPerRow * 8;
@@ -71,9 +70,43 @@ __global__ void __launch_bounds__(256) bwd_preprocess_kernel(BwdPreprocessArgs<R
   auto* const block_sum = reinterpret_cast<float4*>(args.dq_accum + padded_row * T::kHeadDim);
   CUTLASS_PRAGMA_UNROLL
   for (int i = 0; i < T::kM * T::kHeadDim / 4; i += kThreads) {
+    if constexpr (T::kPacked) {
+      // The consumer thread that these four floats belong to: dq_accum_offset, backwards.
+      int const warpgroup = i / (T::kDqPerThread / 4 * kThreadsPerWarpgroup);
+      int const thread = warpgroup * kThreadsPerWarpgroup + threadIdx.x % kThreadsPerWarpgroup;
+      if (dq_warp_row<T::kM>(thread) >= args.seqlen_q - m_block * T::kM) continue;
+    }
     block_sum[i + threadIdx.x] = make_float4(0.f, 0.f, 0.f, 0.f);
   }
   if (args.dq_turn != nullptr && threadIdx.x == 0) args.dq_turn[padded_row / T::kM] = 0;
+}
+
+template <class Row>
+__global__ void __launch_bounds__(256) bwd_preprocess_kernel(BwdPreprocessArgs<Row> const args) {
+  using T = BwdTraits<Row>;
+  if constexpr (T::kPacked) {
+    PackedQueryBlock const at = packed_query_block(args, args.num_heads_q);
+    // Blocks of a slot behind the rows that its sequence uses have no part in the main kernel.
+    if (!at.exists || at.m_block * T::kM >= at.used) return;
+    // To a block its sequence's head is a dense tensor with one head.
+    BwdPreprocessArgs<Row> own = args;
+    int64_t const lse_row = int64_t(at.head) * args.seqlen_q + at.start;
+    int64_t const padded_row = int64_t(at.head) * args.seqlen_q_rounded + at.q_first * T::kM;
+    own.o = first_row(args.o, at, sizeof(typename T::Element));
+    own.d_o = first_row(args.d_o, at, sizeof(typename T::Element));
+    own.lse += lse_row;
+    if (args.dlse != nullptr) own.dlse += lse_row;
+    own.lse_log2 += padded_row;
+    own.dpsum += padded_row;
+    own.dq_accum += padded_row * T::kHeadDim;
+    if (args.dq_turn != nullptr) own.dq_turn += padded_row / T::kM;
+    own.seqlen_q = at.used;
+    own.num_heads_q = 1;
+    preprocess_block<Row>(own, at.m_block, 0);
+  } else {
+    int const num_m_blocks = args.seqlen_q_rounded / T::kM;
+    preprocess_block<Row>(args, blockIdx.x % num_m_blocks, blockIdx.x / num_m_blocks);
+  }
 }
 
 }  // namespace flash3

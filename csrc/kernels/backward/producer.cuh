@@ -9,6 +9,8 @@ namespace flash3 {
 template <class Row>
 struct BwdProducer {
   using T = BwdTraits<Row>;
+  using KeyTile = typename BwdArgs<Row>::KeyTile;
+  using Coord = decltype(TileCoord{0, 0, T::Sequences::rows_q({})});
 
   BwdArgs<Row> const& args;
   BwdSmem<Row>& smem;
@@ -17,7 +19,8 @@ struct BwdProducer {
 
   CUTLASS_DEVICE void run() {
     KeyTile const tile = args.tile();
-    BlockRange const blocks = args.mask().template query_blocks<T::kM>(tile.n_block * T::kN);
+    BlockRange const blocks = args.mask(args.sequences.lengths(tile.batch))
+                                  .template query_blocks<T::kM>(tile.n_block * T::kN);
     if (blocks.begin >= blocks.end) return;  // no query sees these keys
     load_kv(tile);
     int const heads_end = tile.first_q_head + tile.num_q_heads;
@@ -25,8 +28,8 @@ struct BwdProducer {
     for (int head = tile.first_q_head; head < heads_end; ++head) {
       CUTLASS_PRAGMA_NO_UNROLL
       for (int m = blocks.begin; m < blocks.end; ++m) {
-        load_q({m * T::kM, head, tile.batch});
-        load_do({m * T::kM, head, tile.batch});
+        load_q(tile, {m * T::kM, head, args.sequences.rows_q(tile.batch)});
+        load_do(tile, {m * T::kM, head, args.sequences.rows_q(tile.batch)});
       }
     }
   }
@@ -34,7 +37,7 @@ struct BwdProducer {
  private:
   CUTLASS_DEVICE void load_kv(KeyTile tile) {
     Ring<1>::Cursor const at;
-    TileCoord const coord{tile.n_block * T::kN, tile.kv_head, tile.batch};
+    TileCoord const coord{tile.n_block * T::kN, tile.kv_head, args.sequences.rows_k(tile.batch)};
     smem.kv_ring.expect_bytes(at, 2 * T::kKvBytes);
     tma_load_tile<T::kN, T::kHeadDim>(args.k, smem.kv_ring.full(at), smem.k, coord,
                                       CacheHint::kEvictFirst);
@@ -42,24 +45,24 @@ struct BwdProducer {
                                       CacheHint::kEvictFirst);
   }
 
-  CUTLASS_DEVICE void load_q(TileCoord coord) {
+  CUTLASS_DEVICE void load_q(KeyTile tile, Coord coord) {
     smem.q_ring.wait_empty(q_at);
     smem.q_ring.expect_bytes(q_at, T::kQBytes + T::kRowStatBytes);
     tma_load_tile<T::kM, T::kHeadDim>(args.q, smem.q_ring.full(q_at), smem.q[q_at.slot], coord,
                                       CacheHint::kEvictLast);
     bulk_load(smem.lse_log2[q_at.slot],
-              args.lse_log2 + args.head_row(coord.batch, coord.head) + coord.row, T::kRowStatBytes,
+              args.lse_log2 + args.head_row(tile.batch, coord.head) + coord.row, T::kRowStatBytes,
               smem.q_ring.full(q_at));
     q_at.advance();
   }
 
-  CUTLASS_DEVICE void load_do(TileCoord coord) {
+  CUTLASS_DEVICE void load_do(KeyTile tile, Coord coord) {
     smem.do_ring.wait_empty(do_at);
     smem.do_ring.expect_bytes(do_at, T::kQBytes + T::kRowStatBytes);
     tma_load_tile<T::kM, T::kHeadDim>(args.d_o, smem.do_ring.full(do_at), smem.d_o[do_at.slot],
                                       coord, CacheHint::kEvictLast);
     bulk_load(smem.dpsum[do_at.slot],
-              args.dpsum + args.head_row(coord.batch, coord.head) + coord.row, T::kRowStatBytes,
+              args.dpsum + args.head_row(tile.batch, coord.head) + coord.row, T::kRowStatBytes,
               smem.do_ring.full(do_at));
     do_at.advance();
   }

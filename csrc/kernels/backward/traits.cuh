@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/mask.cuh"
+#include "attention/sequences.cuh"
 #include "common/roles.cuh"
 #include "common/wgmma.cuh"
 #include "plan.h"
@@ -32,6 +33,12 @@ struct BwdTraits {
   static constexpr int kPSlots = kKeysShared ? kDsSlots : 0;  // P^T is exchanged as dS^T is
   static constexpr int kScoreColumns = kKeysShared ? kM / kMmaWarpgroups : kM;
   static constexpr int kGradientColumns = kKeysShared ? kHeadDim / kMmaWarpgroups : kHeadDim;
+
+  static constexpr bool kPacked = Row::key.layout == SeqLayout::kPacked;
+  using Sequence = std::conditional_t<kPacked, PackedSequence, int>;  // what TileCoord comes from
+  using Sequences = std::conditional_t<kPacked, PackedSequences, DenseSequences>;
+  using Order =
+      std::conditional_t<kPacked, PackedOrder<BlockByBlock, Side::kKeys, kN>, BlockByBlock>;
 
   using MaskType = Mask<Row::key.mask>;
 

@@ -48,12 +48,13 @@ CUTLASS_DEVICE int warp_row_in_tile(int warpgroup) {
 
 // Stores the warp's staged rows, kColumns from box `first_box` on, and returns at once;
 // tma_store_wait<0> in lane 0 says when the rows may be overwritten.
-template <int kRows, int kColumns, class Element>
+template <int kRows, int kColumns, class Element, class Sequence>
 CUTLASS_DEVICE void store_warp_rows(CUtensorMap const& map, Element const* smem, int row_in_tile,
-                                    TileCoord tile, int first_box = 0) {
+                                    TileCoord<Sequence> tile, int first_box = 0) {
   if (threadIdx.x % kThreadsPerWarp == 0) {
-    tma_store_rows<kRows, kColumns>(map, smem, row_in_tile,
-                                    {tile.row + row_in_tile, tile.head, tile.batch}, first_box);
+    tma_store_rows<kRows, kColumns>(
+        map, smem, row_in_tile,
+        TileCoord<Sequence>{tile.row + row_in_tile, tile.head, tile.sequence}, first_box);
     tma_store_arrive();
   }
 }

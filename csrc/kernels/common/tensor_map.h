@@ -7,6 +7,7 @@
 #include <cuda_runtime_api.h>
 
 #include "common/launch.h"
+#include "common/tma.cuh"
 #include "cuda_check.h"
 #include "params.h"
 
@@ -36,22 +37,23 @@ struct TensorExtent {
   int head_dim, seqlen, heads, batch;
 };
 
-// The map of a 16-bit tensor whose boxes are box_rows (along seqlen) x 64 (along head_dim),
-// 128-byte swizzled.
-inline CUtensorMap make_tensor_map(TensorView const& view, DType dtype, TensorExtent extent,
-                                   int box_rows) {
+// The map of a 16-bit tensor whose boxes are box_rows (along dimension 1) x 64 (along head_dim),
+// 128-byte swizzled. `strides` count elements and leave out head_dim's, which is 1.
+template <int kDims>
+CUtensorMap encode_tensor_map(void* address, DType dtype, cuuint64_t const (&dims)[kDims],
+                              int64_t const (&strides)[kDims - 1], int box_rows) {
   constexpr int kElementBytes = 2;
   constexpr cuuint32_t kBoxColumns = 64;
-  cuuint64_t const dims[4] = {cuuint64_t(extent.head_dim), cuuint64_t(extent.seqlen),
-                              cuuint64_t(extent.heads), cuuint64_t(extent.batch)};
-  cuuint64_t const byte_strides[3] = {cuuint64_t(view.seqlen_stride) * kElementBytes,
-                                      cuuint64_t(view.head_stride) * kElementBytes,
-                                      cuuint64_t(view.batch_stride) * kElementBytes};
-  cuuint32_t const box[4] = {kBoxColumns, cuuint32_t(box_rows), 1, 1};
-  cuuint32_t const element_strides[4] = {1, 1, 1, 1};
+  cuuint64_t byte_strides[kDims - 1];
+  for (int i = 0; i < kDims - 1; ++i) byte_strides[i] = cuuint64_t(strides[i]) * kElementBytes;
+  cuuint32_t box[kDims] = {kBoxColumns, cuuint32_t(box_rows)}, element_strides[kDims];
+  for (int i = 0; i < kDims; ++i) {
+    if (i >= 2) box[i] = 1;
+    element_strides[i] = 1;
+  }
   CUtensorMap map;
   auto const encode = [&] {
-    return tensor_map_encoder()(&map, element_type(dtype), 4, view.ptr, dims, byte_strides, box,
+    return tensor_map_encoder()(&map, element_type(dtype), kDims, address, dims, byte_strides, box,
                                 element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
                                 CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
@@ -68,6 +70,28 @@ inline CUtensorMap make_tensor_map(TensorView const& view, DType dtype, TensorEx
                              std::to_string(int(result)) + ")");
   }
   return map;
+}
+
+// The map of a (batch, seqlen, heads, head_dim) tensor.
+inline CUtensorMap make_tensor_map(TensorView const& view, DType dtype, TensorExtent extent,
+                                   int box_rows) {
+  cuuint64_t const dims[4] = {cuuint64_t(extent.head_dim), cuuint64_t(extent.seqlen),
+                              cuuint64_t(extent.heads), cuuint64_t(extent.batch)};
+  return encode_tensor_map<4>(view.ptr, dtype, dims,
+                              {view.seqlen_stride, view.head_stride, view.batch_stride}, box_rows);
+}
+
+// The map of a packed (rows, heads, head_dim) tensor, in which each sequence ends by itself:
+// kRaggedRows of tma.cuh.
+inline CUtensorMap make_ragged_tensor_map(TensorView const& view, DType dtype, TensorExtent extent,
+                                          int box_rows) {
+  constexpr cuuint64_t kUnbounded = 0x7fff0000;  // above every start and every row
+  constexpr int64_t kWrap = int64_t{1} << 34;
+  cuuint64_t const dims[5] = {cuuint64_t(extent.head_dim), cuuint64_t(kRaggedRows),
+                              cuuint64_t(extent.heads), kUnbounded, kUnbounded};
+  int64_t const row = view.seqlen_stride;
+  return encode_tensor_map<5>(view.ptr, dtype, dims, {row, view.head_stride, row, kWrap - row},
+                              box_rows);
 }
 
 }  // namespace flash3

@@ -1,4 +1,5 @@
-// Tiles of (batch, seqlen, heads, head_dim) tensors through the tensor memory accelerator (TMA).
+// Tiles of (batch, seqlen, heads, head_dim) tensors, and of packed (rows, heads, head_dim) tensors,
+// through the tensor memory accelerator (TMA).
 //
 // A tile of `rows` x head_dim 16-bit elements travels as head_dim / 64 boxes of rows x 64: 64
 // elements are the 128 bytes of the widest swizzle. In shared memory box c follows box c - 1, which
@@ -8,6 +9,8 @@
 
 #include <cute/arch/copy_sm90_desc.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
+
+#include "params.h"
 
 namespace flash3 {
 
@@ -20,18 +23,43 @@ enum class CacheHint : uint64_t {
   kEvictLast = 0x14F0000000000000,
 };
 
+// Row `row` of a head of a sequence: that of batch entry `sequence` (an int), or the one that lies
+// in the rows `sequence` (a RowRange) of a packed tensor.
+template <class Sequence>
 struct TileCoord {
-  int row, head, batch;
+  int row, head;
+  Sequence sequence;
 };
 
-template <int kRows, int kHeadDim, class Element>
+// Packed sequences of any lengths go through one descriptor, whose second dimension ends where the
+// sequence does, so that the hardware itself keeps to its rows: those behind it are zeros on load
+// and dropped on store. Dimension 1 has kRaggedRows rows and every sequence is addressed at its
+// end: row r is row kRaggedRows - length + r there. Dimension 3 has the same stride and moves by
+// start + length, and dimension 4, by one fixed step, moves back by the kRaggedRows rows:
+// its stride is 2^34 elements less a row, and kRaggedRows times 2^34 elements of 2 bytes are 2^65
+// bytes, which is 0 in 64 bits. tensor_map.h makes the descriptor.
+inline constexpr int kRaggedRows = 1 << 30;
+
+template <class Element>
+CUTLASS_DEVICE void tma_load_box(CUtensorMap const& map, uint64_t* full_barrier, CacheHint hint,
+                                 Element* smem, int column, TileCoord<int> at) {
+  cute::SM90_TMA_LOAD_4D::copy(&map, full_barrier, static_cast<uint64_t>(hint), smem, column,
+                               at.row, at.head, at.sequence);
+}
+template <class Element>
+CUTLASS_DEVICE void tma_load_box(CUtensorMap const& map, uint64_t* full_barrier, CacheHint hint,
+                                 Element* smem, int column, TileCoord<RowRange> at) {
+  cute::SM90_TMA_LOAD_5D::copy(&map, full_barrier, static_cast<uint64_t>(hint), smem, column,
+                               kRaggedRows - at.sequence.length + at.row, at.head,
+                               at.sequence.start + at.sequence.length, int(kRaggedRows));
+}
+
+template <int kRows, int kHeadDim, class Element, class Sequence>
 CUTLASS_DEVICE void tma_load_tile(CUtensorMap const& map, uint64_t* full_barrier, Element* smem,
-                                  TileCoord at, CacheHint hint) {
+                                  TileCoord<Sequence> at, CacheHint hint) {
   CUTLASS_PRAGMA_UNROLL
   for (int c = 0; c < kHeadDim / kBoxColumns; ++c) {
-    cute::SM90_TMA_LOAD_4D::copy(&map, full_barrier, static_cast<uint64_t>(hint),
-                                 smem + c * kRows * kBoxColumns, c * kBoxColumns, at.row, at.head,
-                                 at.batch);
+    tma_load_box(map, full_barrier, hint, smem + c * kRows * kBoxColumns, c * kBoxColumns, at);
   }
 }
 
@@ -45,15 +73,22 @@ CUTLASS_DEVICE void bulk_load(Element* smem, Element const* global, uint32_t byt
 // Stores one box of `map` to row `at.row` and the columns from box * kBoxColumns on.
 template <class Element>
 CUTLASS_DEVICE void tma_store_box(CUtensorMap const& map, Element const* smem, int box,
-                                  TileCoord at) {
-  cute::SM90_TMA_STORE_4D::copy(&map, smem, box * kBoxColumns, at.row, at.head, at.batch);
+                                  TileCoord<int> at) {
+  cute::SM90_TMA_STORE_4D::copy(&map, smem, box * kBoxColumns, at.row, at.head, at.sequence);
+}
+template <class Element>
+CUTLASS_DEVICE void tma_store_box(CUtensorMap const& map, Element const* smem, int box,
+                                  TileCoord<RowRange> at) {
+  cute::SM90_TMA_STORE_5D::copy(&map, smem, box * kBoxColumns,
+                                kRaggedRows - at.sequence.length + at.row, at.head,
+                                at.sequence.start + at.sequence.length, int(kRaggedRows));
 }
 
 // Stores `map`'s box rows starting at `row_in_tile` of a tile of kRows rows to row `at.row` of the
 // tensor: kColumns of them, from box `first_box` on.
-template <int kRows, int kColumns, class Element>
+template <int kRows, int kColumns, class Element, class Sequence>
 CUTLASS_DEVICE void tma_store_rows(CUtensorMap const& map, Element const* smem, int row_in_tile,
-                                   TileCoord at, int first_box) {
+                                   TileCoord<Sequence> at, int first_box) {
   CUTLASS_PRAGMA_UNROLL
   for (int c = 0; c < kColumns / kBoxColumns; ++c) {
     int const box = first_box + c;

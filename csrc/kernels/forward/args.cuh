@@ -1,6 +1,7 @@
 // What the forward kernel receives: descriptors and plain numbers, in constant memory.
 #pragma once
 
+#include "attention/sequences.cuh"
 #include "common/tma.cuh"
 #include "forward/traits.cuh"
 
@@ -12,14 +13,18 @@ struct FwdArgs {
 
   CUtensorMap q, k, v;  // boxes of tile.m, tile.n, tile.n rows
   CUtensorMap o;        // boxes of 16 rows, one per warp
-  float* lse;           // (batch, heads_q, seqlen_q)
-  int seqlen_q, seqlen_k, num_heads_q, qheads_per_kvhead;
+  float* lse;           // (batch, heads_q, seqlen_q); packed: (heads_q, total_q)
+  typename T::Sequences sequences;
+  int num_heads_q, qheads_per_kvhead;
   float softmax_scale;
-  int num_tiles;
+  int num_tiles;  // of a dense row; a packed one's list knows
   typename T::Order order;
   typename T::Schedule schedule;
 
-  CUTLASS_DEVICE typename T::MaskType mask() const { return {seqlen_q, seqlen_k}; }
+  using Lengths = typename T::Sequences::Lengths;
+  CUTLASS_DEVICE typename T::MaskType mask(Lengths lengths) const {
+    return {sequences.q(lengths), sequences.k(lengths)};
+  }
 };
 
 }  // namespace flash3

@@ -18,6 +18,8 @@ template <class Row>
 struct FwdConsumer {
   using T = FwdTraits<Row>;
   using Element = typename T::Element;
+  using Tile = typename T::TileArg;
+  using Lengths = typename T::Sequences::Lengths;
 
   FwdArgs<Row> const& args;
   FwdSmem<Row>& smem;
@@ -30,15 +32,20 @@ struct FwdConsumer {
     if (warpgroup == T::kMmaWarpgroups - 1) pass_turn();  // the first turn is warpgroup 0's
     while (true) {
       smem.tile_ring.wait_full(tile_at);
-      WorkTile const tile = smem.tiles[tile_at.slot];
-      smem.tile_ring.release(tile_at);
-      tile_at.advance();
-      if (tile.block == kNoMoreTiles.block) break;
+      Tile tile = smem.tiles[tile_at.slot];
+      if constexpr (!T::kPacked) release_tile();
+      if (tile.block == kNoMoreTiles) break;
       compute(tile);
+      if constexpr (T::kPacked) release_tile();
     }
   }
 
  private:
+  CUTLASS_DEVICE void release_tile() {
+    smem.tile_ring.release(tile_at);
+    tile_at.advance();
+  }
+
   CUTLASS_DEVICE void await_turn() {
     if constexpr (Row::tile.pingpong) {
       named_barrier_sync(barrier_at(FwdBarrier::kTurn, warpgroup), 2 * kThreadsPerWarpgroup);
@@ -52,8 +59,9 @@ struct FwdConsumer {
   }
 
   template <class Scores>
-  CUTLASS_DEVICE void mask_scores(Scores& scores, int first_row, int n_block) const {
-    auto const mask = args.mask();
+  CUTLASS_DEVICE void mask_scores(Scores& scores, Lengths lengths, int first_row,
+                                  int n_block) const {
+    auto const mask = args.mask(lengths);
     CUTLASS_PRAGMA_UNROLL
     for (int r = 0; r < 2; ++r) {
       int const last_column =
@@ -65,8 +73,10 @@ struct FwdConsumer {
     }
   }
 
-  CUTLASS_DEVICE void compute(WorkTile tile) {
-    BlockRange const blocks = args.mask().template key_blocks<T::kM, T::kN>(tile.block * T::kM);
+  CUTLASS_DEVICE void compute(Tile tile) {
+    Lengths const lengths = args.sequences.lengths(tile.batch);
+    BlockRange const blocks =
+        args.mask(lengths).template key_blocks<T::kM, T::kN>(tile.block * T::kM);
     typename T::MmaPV mma_pv;
     // ((2, 2, head_dim / 8), 1, 1) fp32
     Tensor o = partition_fragment_C(mma_pv, Shape<Int<T::kM>, Int<T::kHeadDim>>{});
@@ -74,22 +84,22 @@ struct FwdConsumer {
     OnlineSoftmax softmax(args.softmax_scale * kLog2e);
     smem.q_ring.wait_full(q_at);
     // Without a key in sight the fresh softmax state gives O = 0 and LSE = -inf.
-    BlockRange const own = own_blocks(tile, blocks);
-    if (own.begin < own.end) attend(tile, own, mma_pv, o, softmax);
+    BlockRange const own = own_blocks(tile, lengths, blocks);
+    if (own.begin < own.end) attend(tile, lengths, own, mma_pv, o, softmax);
     if constexpr (T::kOwnRange) pass_over({own.end, blocks.end}, blocks.begin);
     write_output(tile, o, softmax);
   }
 
-  CUTLASS_DEVICE int first_query(WorkTile tile) const {
+  CUTLASS_DEVICE int first_query(Tile tile) const {
     return tile.block * T::kM + warpgroup * kRowsPerWarpgroup;
   }
 
   // The key blocks that the warpgroup's own rows see, of those that the tile visits.
-  CUTLASS_DEVICE BlockRange own_blocks(WorkTile tile, BlockRange blocks) const {
+  CUTLASS_DEVICE BlockRange own_blocks(Tile tile, Lengths lengths, BlockRange blocks) const {
     if constexpr (T::kOwnRange) {
       int const first = first_query(tile);
-      if (first >= args.seqlen_q) return {blocks.begin, blocks.begin};
-      return args.mask().template key_blocks<kRowsPerWarpgroup, T::kN>(first);
+      if (first >= args.sequences.q(lengths)) return {blocks.begin, blocks.begin};
+      return args.mask(lengths).template key_blocks<kRowsPerWarpgroup, T::kN>(first);
     }
     return blocks;
   }
@@ -113,8 +123,8 @@ struct FwdConsumer {
   }
 
   template <class Output>
-  CUTLASS_DEVICE void attend(WorkTile tile, BlockRange blocks, typename T::MmaPV& mma_pv, Output& o,
-                             OnlineSoftmax& softmax) {
+  CUTLASS_DEVICE void attend(Tile tile, Lengths lengths, BlockRange blocks,
+                             typename T::MmaPV& mma_pv, Output& o, OnlineSoftmax& softmax) {
     // Descriptors are the same for a whole warpgroup. Of an index that ptxas knows to be so they
     // stay in uniform registers, of threadIdx.x each step would move them there again.
     int const first_thread = warpgroup * kThreadsPerWarpgroup;
@@ -129,7 +139,7 @@ struct FwdConsumer {
     Tensor tOrV = thread_pv.partition_fragment_B(sVt);  // (MMA, 1, n / 16, slots)
 
     int const first_row = tile.block * T::kM + warp_row_in_tile(warpgroup) + lane_first_row();
-    int const first_masked = args.mask().template first_masked_key_block<T::kN>(
+    int const first_masked = args.mask(lengths).template first_masked_key_block<T::kN>(
         T::kOwnRange ? first_query(tile) : tile.block * T::kM);
     float correction[2];
     int n = blocks.begin;
@@ -142,7 +152,7 @@ struct FwdConsumer {
     smem.k_ring.release(k_at);
     k_at.advance();
     auto scores = rows_and_columns(s);
-    if (n >= first_masked) mask_scores(scores, first_row, n);
+    if (n >= first_masked) mask_scores(scores, lengths, first_row, n);
     softmax.step(scores, correction);
     Tensor p = make_operand_a_like<Element>(s);
     convert(s, p);
@@ -159,7 +169,7 @@ struct FwdConsumer {
       pass_turn();
       warpgroup_wait<1>();  // S of block n
       auto scores_next = rows_and_columns(s_next);
-      if constexpr (decltype(masked)::value) mask_scores(scores_next, first_row, n);
+      if constexpr (decltype(masked)::value) mask_scores(scores_next, lengths, first_row, n);
       softmax.step(scores_next, correction);
       // K could go earlier. Here it holds the wait for P V back until the maxima and a third of the
       // exponentials are done, all of which run under P V then (E015).
@@ -178,7 +188,7 @@ struct FwdConsumer {
       smem.v_ring.release(v_at);
       v_at.advance();
     };
-    bool const half_last = T::kHalfSteps && ends_in_half(tile, blocks);
+    bool const half_last = T::kHalfSteps && ends_in_half(tile, lengths, blocks);
     int const whole_end = half_last ? blocks.end - 1 : blocks.end;
     CUTLASS_PRAGMA_NO_UNROLL
     for (++n; n < min(first_masked, whole_end); ++n) {
@@ -203,17 +213,22 @@ struct FwdConsumer {
   }
 
   // Whether the warpgroup's rows see at most the first half of their last block (of several).
-  CUTLASS_DEVICE bool ends_in_half(WorkTile tile, BlockRange blocks) const {
-    int const last_query = min(first_query(tile) + kRowsPerWarpgroup, args.seqlen_q) - 1;
+  CUTLASS_DEVICE bool ends_in_half(Tile tile, Lengths lengths, BlockRange blocks) const {
+    int const last_query =
+        min(first_query(tile) + kRowsPerWarpgroup, args.sequences.q(lengths)) - 1;
     int const last = blocks.end - 1;
-    return last > blocks.begin && args.mask().last_key(last_query) < last * T::kN + T::kN / 2;
+    return last > blocks.begin &&
+           args.mask(lengths).last_key(last_query) < last * T::kN + T::kN / 2;
   }
 
   template <class Output>
-  CUTLASS_DEVICE void write_output(WorkTile tile, Output& o, OnlineSoftmax& softmax) {
+  CUTLASS_DEVICE void write_output(Tile tile, Output& o, OnlineSoftmax& softmax) {
     float inverse_sum[2], lse[2];
     softmax.finish(inverse_sum, lse);
     scale_rows(o, inverse_sum);
+    if constexpr (T::kPacked) {
+      if (tile.batch.q.length < tile.batch.slot) clear_unused_rows(tile, o, lse);
+    }
     write_lse(tile, lse);
     // All four warps have retired their reads of the warpgroup's rows of Q before O overwrites
     // them.
@@ -222,25 +237,54 @@ struct FwdConsumer {
     Tensor rounded = make_tensor<Element>(o.layout());
     convert(o, rounded);
     stage_warp_rows<T::kM, T::kHeadDim>(rounded, smem.q[q_at.slot], row);
-    store_warp_rows<T::kM, T::kHeadDim>(args.o, smem.q[q_at.slot], row, output_coord(tile));
+    store_warp_rows<T::kM, T::kHeadDim>(
+        args.o, smem.q[q_at.slot], row,
+        TileCoord{tile.block * T::kM, tile.head, args.sequences.slot_q(tile.batch)});
     // The slot is the producer's again once the store has read it.
     if (threadIdx.x % kThreadsPerWarp == 0) tma_store_wait<0>();
     smem.q_ring.release(q_at);
     q_at.advance();
   }
 
-  CUTLASS_DEVICE TileCoord output_coord(WorkTile tile) const {
-    return {tile.block * T::kM, tile.head, tile.batch};
+  // Rows of the slot that its sequence does not use: they were loaded as zeros, which are queries
+  // like any other.
+  template <class Output>
+  CUTLASS_DEVICE void clear_unused_rows(Tile tile, Output& o, float (&lse)[2]) const {
+    auto rows = rows_and_columns(o);
+    int const first_row = tile.block * T::kM + warp_row_in_tile(warpgroup) + lane_first_row();
+    CUTLASS_PRAGMA_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      if (first_row + 8 * r < tile.batch.q.length) continue;
+      lse[r] = -INFINITY;
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < size<1>(rows); ++j) rows(r, j) = 0.f;
+    }
   }
 
-  CUTLASS_DEVICE void write_lse(WorkTile tile, float const (&lse)[2]) const {
-    int64_t const head = int64_t(tile.batch) * args.num_heads_q + tile.head;
-    float* const rows = args.lse + head * args.seqlen_q;
+  // The first row of the tile's sequence in lse, in rows, and the end of those to write.
+  CUTLASS_DEVICE int64_t lse_row_0(Tile tile) const {
+    if constexpr (T::kPacked) {
+      return int64_t(tile.head) * args.sequences.total_q + tile.batch.q.start;
+    } else {
+      int64_t const head = int64_t(tile.batch) * args.num_heads_q + tile.head;
+      return head * args.sequences.seqlen_q;
+    }
+  }
+  CUTLASS_DEVICE int lse_rows_end(Tile tile) const {
+    if constexpr (T::kPacked) {
+      return tile.batch.slot;
+    } else {
+      return args.sequences.seqlen_q;
+    }
+  }
+
+  CUTLASS_DEVICE void write_lse(Tile tile, float const (&lse)[2]) const {
+    float* const rows = args.lse + lse_row_0(tile);
     int const first_row = tile.block * T::kM + warp_row_in_tile(warpgroup) + lane_first_row();
     if (threadIdx.x % 4 != 0) return;  // the quad's four lanes hold the same rows
     CUTLASS_PRAGMA_UNROLL
     for (int r = 0; r < 2; ++r) {
-      if (first_row + 8 * r < args.seqlen_q) rows[first_row + 8 * r] = lse[r];
+      if (first_row + 8 * r < lse_rows_end(tile)) rows[first_row + 8 * r] = lse[r];
     }
   }
 };

@@ -1,8 +1,7 @@
 // From FwdParams to a launch of the forward kernel.
 #pragma once
 
-#include <algorithm>
-
+#include "attention/list_blocks.cuh"
 #include "common/launch.h"
 #include "common/tensor_map.h"
 #include "forward/kernel.cuh"
@@ -11,14 +10,21 @@ namespace flash3 {
 
 inline constexpr int kLeastSectionHeads = 8;  // query heads (E011)
 
+// What a key and its value bring to L2 for a head.
 template <class T>
-typename T::Order make_order(Problem const& p) {
+inline constexpr long long kKvRowBytes = 2LL * T::kHeadDim * sizeof(typename T::Element);
+
+template <class T>
+typename T::Order make_order(FwdParams const& params) {
+  Problem const& p = params.problem;
   int const num_m_blocks = ceil_div_int(p.seqlen_q, T::kM);
-  if constexpr (std::is_same_v<typename T::Order, LongestFirst>) {
-    long long const kv_bytes = 2LL * p.seqlen_k * T::kHeadDim * sizeof(typename T::Element);
+  if constexpr (T::kPacked) {
+    return {params.q_blocks, p.num_heads_q, p.num_heads_q / p.num_heads_kv};
+  } else if constexpr (std::is_same_v<typename T::Order, LongestFirst>) {
     int const group = p.num_heads_q / p.num_heads_kv;
-    int const kv_heads = heads_per_section(kv_bytes, ceil_div_int(kLeastSectionHeads, group),
-                                           p.num_heads_kv * p.batch);
+    int const kv_heads =
+        heads_per_section(kKvRowBytes<T> * p.seqlen_k, ceil_div_int(kLeastSectionHeads, group),
+                          p.num_heads_kv * p.batch);
     return {num_m_blocks, p.num_heads_q, p.num_heads_q * p.batch, kv_heads * group};
   } else {
     return {num_m_blocks, p.num_heads_q};
@@ -27,11 +33,32 @@ typename T::Order make_order(Problem const& p) {
 
 template <class T>
 typename T::Schedule make_schedule(FwdParams const& params) {
-  if constexpr (std::is_same_v<typename T::Schedule, DynamicSchedule>) {
-    return {params.tile_counter};
-  } else {
+  if constexpr (std::is_same_v<typename T::Schedule, StaticSchedule>) {
     return {};
+  } else {
+    return {params.tile_counter};
   }
+}
+
+// The list of the query blocks of a packed call.
+template <class Row>
+void list_query_blocks(FwdParams const& params, cudaStream_t stream) {
+  using T = FwdTraits<Row>;
+  Problem const& p = params.problem;
+  int const group = p.num_heads_q / p.num_heads_kv;
+  list_blocks<Row>({.rows = params.rows,
+                    .batch = p.batch,
+                    .total_q = p.seqlen_q,
+                    .total_k = p.seqlen_k,
+                    .q = {.list = params.q_blocks,
+                          .tile = T::kM,
+                          .row_bytes = kKvRowBytes<T>,
+                          .least_heads = ceil_div_int(kLeastSectionHeads, group),
+                          .heads = p.num_heads_kv,
+                          .unit = group},
+                    .k = {.tile = T::kN},
+                    .tile_counter = params.tile_counter},
+                   ListedSides::kQueries, stream);
 }
 
 template <class Row>
@@ -40,19 +67,19 @@ FwdArgs<Row> make_fwd_args(FwdParams const& params) {
   Problem const& p = params.problem;
   TensorExtent const q_extent{p.head_dim, p.seqlen_q, p.num_heads_q, p.batch};
   TensorExtent const kv_extent{p.head_dim, p.seqlen_k, p.num_heads_kv, p.batch};
+  constexpr auto make_map = T::kPacked ? make_ragged_tensor_map : make_tensor_map;
   return {
-      .q = make_tensor_map(params.q, p.dtype, q_extent, T::kM),
-      .k = make_tensor_map(params.k, p.dtype, kv_extent, T::kN),
-      .v = make_tensor_map(params.v, p.dtype, kv_extent, T::kN),
-      .o = make_tensor_map(params.o, p.dtype, q_extent, kRowsPerWarp),
+      .q = make_map(params.q, p.dtype, q_extent, T::kM),
+      .k = make_map(params.k, p.dtype, kv_extent, T::kN),
+      .v = make_map(params.v, p.dtype, kv_extent, T::kN),
+      .o = make_map(params.o, p.dtype, q_extent, kRowsPerWarp),
       .lse = params.lse,
-      .seqlen_q = p.seqlen_q,
-      .seqlen_k = p.seqlen_k,
+      .sequences = make_sequences<T>(p),
       .num_heads_q = p.num_heads_q,
       .qheads_per_kvhead = p.num_heads_q / p.num_heads_kv,
       .softmax_scale = p.softmax_scale,
-      .num_tiles = ceil_div_int(p.seqlen_q, T::kM) * p.num_heads_q * p.batch,
-      .order = make_order<T>(p),
+      .num_tiles = T::kPacked ? 0 : ceil_div_int(p.seqlen_q, T::kM) * p.num_heads_q * p.batch,
+      .order = make_order<T>(params),
       .schedule = make_schedule<T>(params),
   };
 }
@@ -62,6 +89,7 @@ void launch_fwd(FwdParams const& params, cudaStream_t stream) {
   constexpr int kSmemBytes = sizeof(FwdSmem<Row>);
   static_assert(kSmemBytes <= kMaxSmemBytes, "the row's tile does not fit into shared memory");
   FwdArgs<Row> const args = make_fwd_args<Row>(params);
+  if constexpr (FwdTraits<Row>::kPacked) list_query_blocks<Row>(params, stream);
   allow_smem<fwd_kernel<Row>>(kSmemBytes);
   fwd_kernel<Row><<<params.grid, FwdTraits<Row>::kThreads, kSmemBytes, stream>>>(args);
   FLASH3_CUDA_CHECK(cudaGetLastError());

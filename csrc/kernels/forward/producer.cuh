@@ -18,20 +18,35 @@ struct FwdProducer {
 
   CUTLASS_DEVICE void run() {
     int index = args.schedule.first();
-    while (index < args.num_tiles) {
+    while (index < num_tiles()) {
       // Asked for now, used after this tile's loads: the counter's latency is hidden behind them.
       int const next = args.schedule.after(index);
-      WorkTile const tile = args.order(index);
+      typename T::Tile const tile = args.order(index);
+      int const slot = tile_at.slot;
       publish(tile);
-      load(tile);
+      if constexpr (T::kPacked) {
+        load(smem.tiles[slot]);
+      } else {
+        load(tile);
+      }
       args.schedule.answered(next, args.num_tiles);
       index = next;
     }
-    publish(kNoMoreTiles);
+    publish({.block = kNoMoreTiles});
   }
 
  private:
-  CUTLASS_DEVICE void publish(WorkTile tile) {
+  using Tile = typename T::TileArg;
+
+  CUTLASS_DEVICE int num_tiles() const {
+    if constexpr (T::kPacked) {
+      return args.order.num_tiles();  // read each time: it would take a register
+    } else {
+      return args.num_tiles;
+    }
+  }
+
+  CUTLASS_DEVICE void publish(typename T::Tile const& tile) {
     smem.tile_ring.wait_empty(tile_at);
     smem.tiles[tile_at.slot] = tile;
     smem.tile_ring.commit(tile_at);
@@ -41,8 +56,9 @@ struct FwdProducer {
   // Consumers need K one block ahead of V, and Q first. Every tile starts at key 0: tiles of a head
   // that run side by side then read the same blocks at about the same time, which L2 serves better
   // than a staggered start (E006).
-  CUTLASS_DEVICE void load(WorkTile tile) {
-    BlockRange const blocks = args.mask().template key_blocks<T::kM, T::kN>(tile.block * T::kM);
+  CUTLASS_DEVICE void load(Tile tile) {
+    BlockRange const blocks = args.mask(args.sequences.lengths(tile.batch))
+                                  .template key_blocks<T::kM, T::kN>(tile.block * T::kM);
     load_q(tile);  // even if no row of the tile sees a key: the slot also carries O out
     if (blocks.begin == blocks.end) return;
     load_k(tile, blocks.begin);
@@ -54,16 +70,17 @@ struct FwdProducer {
     load_v(tile, blocks.end - 1);
   }
 
-  CUTLASS_DEVICE void load_q(WorkTile tile) {
+  CUTLASS_DEVICE void load_q(Tile tile) {
     smem.q_ring.wait_empty(q_at);
     smem.q_ring.expect_bytes(q_at, T::kQBytes);
-    tma_load_tile<T::kM, T::kHeadDim>(args.q, smem.q_ring.full(q_at), smem.q[q_at.slot],
-                                      {tile.block * T::kM, tile.head, tile.batch},
-                                      CacheHint::kEvictFirst);
+    tma_load_tile<T::kM, T::kHeadDim>(
+        args.q, smem.q_ring.full(q_at), smem.q[q_at.slot],
+        TileCoord{tile.block * T::kM, tile.head, args.sequences.rows_q(tile.batch)},
+        CacheHint::kEvictFirst);
     q_at.advance();
   }
 
-  CUTLASS_DEVICE void load_k(WorkTile tile, int n_block) {
+  CUTLASS_DEVICE void load_k(Tile tile, int n_block) {
     smem.k_ring.wait_empty(k_at);
     smem.k_ring.expect_bytes(k_at, T::kKvBytes);
     tma_load_tile<T::kN, T::kHeadDim>(args.k, smem.k_ring.full(k_at), smem.k[k_at.slot],
@@ -71,7 +88,7 @@ struct FwdProducer {
     k_at.advance();
   }
 
-  CUTLASS_DEVICE void load_v(WorkTile tile, int n_block) {
+  CUTLASS_DEVICE void load_v(Tile tile, int n_block) {
     smem.v_ring.wait_empty(v_at);
     smem.v_ring.expect_bytes(v_at, T::kKvBytes);
     tma_load_tile<T::kN, T::kHeadDim>(args.v, smem.v_ring.full(v_at), smem.v[v_at.slot],
@@ -79,8 +96,16 @@ struct FwdProducer {
     v_at.advance();
   }
 
-  CUTLASS_DEVICE TileCoord kv_coord(WorkTile tile, int n_block) const {
-    return {n_block * T::kN, tile.head / args.qheads_per_kvhead, tile.batch};
+  CUTLASS_DEVICE auto kv_coord(Tile tile, int n_block) const {
+    return TileCoord{n_block * T::kN, kv_head(tile), args.sequences.rows_k(tile.batch)};
+  }
+
+  CUTLASS_DEVICE int kv_head(Tile tile) const {
+    if constexpr (T::kPacked) {
+      return tile.kv_head;
+    } else {
+      return tile.head / args.qheads_per_kvhead;
+    }
   }
 };
 

@@ -16,7 +16,7 @@ struct FwdSmem {
   alignas(1024) Element q[T::kQSlots][T::kM * T::kHeadDim];
   alignas(1024) Element k[T::kKvSlots][T::kN * T::kHeadDim];
   alignas(1024) Element v[T::kKvSlots][T::kN * T::kHeadDim];
-  WorkTile tiles[2];
+  typename T::Tile tiles[2];
   Ring<T::kQSlots> q_ring;
   Ring<T::kKvSlots> k_ring;
   Ring<T::kKvSlots> v_ring;
@@ -30,6 +30,6 @@ struct FwdSmem {
   }
 };
 
-inline constexpr WorkTile kNoMoreTiles = {-1, 0, 0};
+inline constexpr int kNoMoreTiles = -1;  // the block of a tile that is none
 
 }  // namespace flash3

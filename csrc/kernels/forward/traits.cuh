@@ -3,6 +3,7 @@
 
 #include "attention/mask.cuh"
 #include "attention/scheduler.cuh"
+#include "attention/sequences.cuh"
 #include "common/roles.cuh"
 #include "common/wgmma.cuh"
 #include "plan.h"
@@ -26,9 +27,20 @@ struct FwdTraits {
       kMmaWarpgroups == 3 ? RegisterBudget{32, 160} : RegisterBudget{40, 232};
   static_assert(kM == 64 * kMmaWarpgroups, "one 64-row accumulator per warpgroup");
 
+  static constexpr bool kPacked = Row::key.layout == SeqLayout::kPacked;
+  using Tile = std::conditional_t<kPacked, PackedTile, WorkTile>;
+  // A packed tile is read in shared memory where it is needed: it would take registers.
+  using TileArg = std::conditional_t<kPacked, Tile const&, Tile>;
+  using Sequences = std::conditional_t<kPacked, PackedSequences, DenseSequences>;
+
   using MaskType = Mask<Row::key.mask>;
-  using Order = std::conditional_t<Row::key.mask == MaskKind::kCausal, LongestFirst, InOrder>;
-  using Schedule = std::conditional_t<Row::tile.dynamic_schedule, DynamicSchedule, StaticSchedule>;
+  using BatchOrder = std::conditional_t<Row::key.mask == MaskKind::kCausal, LongestFirst, InOrder>;
+  using Order =
+      std::conditional_t<kPacked, PackedOrder<BatchOrder, Side::kQueries, kM>, BatchOrder>;
+  using BatchSchedule =
+      std::conditional_t<Row::tile.dynamic_schedule, DynamicSchedule, StaticSchedule>;
+  using Schedule = std::conditional_t<kPacked, CountedSchedule, BatchSchedule>;
+  static_assert(Row::tile.dynamic_schedule || !kPacked, "sequences differ in length");
 
   using WarpgroupsAlongM = Layout<Shape<Int<kMmaWarpgroups>, _1, _1>>;
   // S (m x n) = Q K^T, both from shared memory.

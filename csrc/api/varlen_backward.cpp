@@ -1,0 +1,77 @@
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+
+#include "backward_workspace.h"
+#include "device.h"
+#include "memory.h"
+#include "ops.h"
+#include "packed.h"
+#include "plan.h"
+#include "tensor_view.h"
+
+namespace flash3 {
+
+std::tuple<Tensor, Tensor, Tensor> varlen_backward(
+    Tensor const& dout_tensor, Tensor const& q_tensor, Tensor const& k_tensor,
+    Tensor const& v_tensor, Tensor const& out_tensor, Tensor const& lse_tensor,
+    std::optional<Tensor> const& dlse_tensor, Tensor const& cu_seqlens_q,
+    Tensor const& cu_seqlens_k, std::optional<Tensor> const& seqused_q,
+    std::optional<Tensor> const& seqused_k, double softmax_scale, bool causal, bool deterministic) {
+  Argument const q(q_tensor, "q"), k(k_tensor, "k"), v(v_tensor, "v"), out(out_tensor, "out"),
+      dout(dout_tensor, "dout");
+  SequenceTensors const sequences{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
+  PackedShape const shape = check_packed(q, k, v, sequences);
+  check_matches(out, q, shape.q_sizes());
+  check_matches(dout, q, shape.q_sizes());
+  check_rows(lse_tensor, "lse", shape.lse_sizes(), q.placement);
+  if (dlse_tensor) check_rows(*dlse_tensor, "dlse", shape.lse_sizes(), q.placement);
+  Device const& device = hopper_device(q.placement.device_index);
+  torch::stable::accelerator::DeviceGuard const guard(device.index);
+
+  Tensor dq = empty(shape.q_sizes(), q.dtype, q.placement);
+  Tensor dk = empty(shape.k_sizes(), q.dtype, q.placement);
+  Tensor dv = empty(shape.k_sizes(), q.dtype, q.placement);
+  if (shape.empty()) {  // no query sees a key: whatever elements there are have no gradient
+    for (Tensor* gradient : {&dq, &dk, &dv}) torch::stable::zero_(*gradient);
+    return {std::move(dq), std::move(dk), std::move(dv)};
+  }
+
+  Problem const problem = make_packed_problem(shape, q.dtype, softmax_scale, causal);
+  Order const order = deterministic ? Order::kDeterministic : Order::kFree;
+  BwdPlan const plan = plan_bwd(problem, order, device.num_sms);
+  TmaOperand const q_operand = tma_operand(q), k_operand = tma_operand(k),
+                   v_operand = tma_operand(v), out_operand = tma_operand(out),
+                   dout_operand = tma_operand(dout);
+  Tensor const lse = contiguous_rows(lse_tensor);
+  std::optional<Tensor> dlse;
+  if (dlse_tensor) dlse = contiguous_rows(*dlse_tensor);
+  Tensor const workspace =
+      empty<1>({static_cast<int64_t>(plan.workspace_bytes)}, aoti_torch_dtype_uint8(), q.placement);
+
+  BwdParams params{
+      .problem = problem,
+      .q = q_operand.view,
+      .k = k_operand.view,
+      .v = v_operand.view,
+      .o = out_operand.view,
+      .d_o = dout_operand.view,
+      .dq = output_view(dq, q),
+      .dk = output_view(dk, k),
+      .dv = output_view(dv, k),
+      .lse = static_cast<float const*>(lse.const_data_ptr()),
+      .dlse = dlse ? static_cast<float const*>(dlse->const_data_ptr()) : nullptr,
+      .grid = plan.grid,
+      .cluster_size = plan.cluster_size,
+      .rows = packed_rows(sequences),
+      .q_blocks = block_list(workspace, plan.q_blocks_offset, plan.q_count_offset),
+      .k_blocks = block_list(workspace, plan.k_blocks_offset, plan.k_count_offset),
+  };
+  place_workspace(params, plan, workspace, order);
+  plan.row->launch(params, current_stream(device.index));
+  return {std::move(dq), std::move(dk), std::move(dv)};
+}
+
+}  // namespace flash3

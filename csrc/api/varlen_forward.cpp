@@ -1,0 +1,62 @@
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <limits>
+#include <optional>
+
+#include "device.h"
+#include "memory.h"
+#include "ops.h"
+#include "packed.h"
+#include "plan.h"
+#include "tensor_view.h"
+
+namespace flash3 {
+
+std::tuple<Tensor, Tensor> varlen_forward(Tensor const& q_tensor, Tensor const& k_tensor,
+                                          Tensor const& v_tensor, Tensor const& cu_seqlens_q,
+                                          Tensor const& cu_seqlens_k,
+                                          std::optional<Tensor> const& seqused_q,
+                                          std::optional<Tensor> const& seqused_k,
+                                          double softmax_scale, bool causal,
+                                          bool /*deterministic: see ops.h*/) {
+  Argument const q(q_tensor, "q"), k(k_tensor, "k"), v(v_tensor, "v");
+  SequenceTensors const sequences{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
+  PackedShape const shape = check_packed(q, k, v, sequences);
+  Device const& device = hopper_device(q.placement.device_index);
+  torch::stable::accelerator::DeviceGuard const guard(device.index);
+
+  Tensor out = empty(shape.q_sizes(), q.dtype, q.placement);
+  Tensor lse = empty(shape.lse_sizes(), aoti_torch_dtype_float32(), q.placement);
+  if (shape.empty()) {  // nothing to write, or no key to see
+    torch::stable::zero_(out);
+    torch::stable::fill_(lse, -std::numeric_limits<double>::infinity());
+    return {std::move(out), std::move(lse)};
+  }
+
+  Problem const problem = make_packed_problem(shape, q.dtype, softmax_scale, causal);
+  FwdPlan const plan = plan_fwd(problem, device.num_sms);
+  TmaOperand const q_operand = tma_operand(q), k_operand = tma_operand(k),
+                   v_operand = tma_operand(v);
+  Tensor const workspace =
+      empty<1>({static_cast<int64_t>(plan.workspace_bytes)}, aoti_torch_dtype_uint8(), q.placement);
+  std::byte* const base = static_cast<std::byte*>(workspace.mutable_data_ptr());
+
+  FwdParams const params{
+      .problem = problem,
+      .q = q_operand.view,
+      .k = k_operand.view,
+      .v = v_operand.view,
+      .o = output_view(out, q),
+      .lse = static_cast<float*>(lse.mutable_data_ptr()),
+      .tile_counter = reinterpret_cast<int*>(base + plan.tile_counter_offset),
+      .grid = plan.grid,
+      .rows = packed_rows(sequences),
+      .q_blocks = block_list(workspace, plan.blocks_offset, plan.block_count_offset),
+  };
+  plan.row->launch(params, current_stream(device.index));
+  return {std::move(out), std::move(lse)};
+}
+
+}  // namespace flash3
