@@ -69,7 +69,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> int:
     Raises:
         TypeError: not a tensor, not dense, or a dtype that is not accepted or not shared by all three.
         ValueError: shapes or devices that do not fit together, or a head_dim out of range.
-        NotImplementedError: fp8, another device type, or a head_dim of v that differs from q's.
+        NotImplementedError: fp8, or another device type.
         RuntimeError: a GPU that is not Hopper.
     """
     check_kind(q, k, v)
@@ -85,7 +85,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> int:
         )
     check_heads(num_heads_q, num_heads_kv)
     if v_shape != k_shape:
-        raise_v_shape(v_shape, k_shape)
+        check_v_shape(v_shape, k_shape)
     return head_dim
 
 
@@ -108,10 +108,11 @@ def check_kind(q: Tensor, k: Tensor, v: Tensor) -> None:
         _raise_dtype(dtype, device, accepted)
 
 
-def check_head_dim(head_dim: int) -> None:
+def check_head_dim(head_dim: int, name: str = "q") -> None:
     if head_dim % HEAD_DIM_STEP != 0 or not HEAD_DIM_STEP <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(
-            f"q: head_dim must be a multiple of {HEAD_DIM_STEP} from {HEAD_DIM_STEP} to {MAX_HEAD_DIM}, got {head_dim}"
+            f"{name}: head_dim must be a multiple of {HEAD_DIM_STEP} from {HEAD_DIM_STEP} to {MAX_HEAD_DIM}, got "
+            f"{head_dim}"
         )
 
 
@@ -223,9 +224,10 @@ def _raise_ndim(**shapes: torch.Size) -> NoReturn:
     raise AssertionError("all have 4 dimensions")
 
 
-def raise_v_shape(v_shape: torch.Size, k_shape: torch.Size) -> NoReturn:
-    if v_shape[:-1] == k_shape[:-1]:
-        raise NotImplementedError(
-            f"v: head_dim {v_shape[-1]} that differs from q's and k's {k_shape[-1]} is not supported yet"
+def check_v_shape(v_shape: torch.Size, k_shape: torch.Size) -> None:
+    """Raises unless the shapes are equal but for head_dim."""
+    if v_shape[:-1] != k_shape[:-1]:
+        raise ValueError(
+            f"v: must have k's shape {tuple(k_shape)} but for head_dim, got {tuple(v_shape)}"
         )
-    raise ValueError(f"v: must have k's shape {tuple(k_shape)}, got {tuple(v_shape)}")
+    check_head_dim(v_shape[-1], "v")

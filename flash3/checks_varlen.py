@@ -51,7 +51,7 @@ def check_packed_tensors(q: Tensor, k: Tensor, v: Tensor) -> int:
         raise ValueError(f"k: must have q's head_dim {head_dim}, got shape {tuple(k_shape)}")
     checks.check_heads(num_heads_q, num_heads_kv)
     if v_shape != k_shape:
-        checks.raise_v_shape(v_shape, k_shape)
+        checks.check_v_shape(v_shape, k_shape)
     if total_q > MAX_ROWS or total_k > MAX_ROWS:
         raise ValueError(f"q, k, v: must have at most 2^30 rows, got {total_q} and {total_k}")
     return head_dim

@@ -36,11 +36,11 @@ def flash_attn_func(
     batch may be 0. The forward is bitwise reproducible; the backward is with ``deterministic=True``.
 
     Args:
-        q: (batch, seqlen_q, heads_q, head_dim), head_dim a multiple of 8 up to 256.
-            float16 or bfloat16 on a Hopper GPU; on CPU, where the reference implementation computes, float32 and
-            float64 too.
-        k, v: (batch, seqlen_k, heads_kv, head_dim), dtype and device of q; heads_kv divides heads_q, and query head i
-            uses key/value head i // (heads_q / heads_kv).
+        q: (batch, seqlen_q, heads_q, head_dim), head_dim a multiple of 8 up to 256. float16 or bfloat16 on a Hopper
+            GPU; on CPU, where the reference implementation computes, float32 and float64 too.
+        k: (batch, seqlen_k, heads_kv, head_dim), dtype and device of q; heads_kv divides heads_q, and query head i uses
+            key/value head i // (heads_q / heads_kv).
+        v: (batch, seqlen_k, heads_kv, head_dim_v), likewise; head_dim_v a multiple of 8 up to 256 of its own.
         softmax_scale: positive factor of the scores; None is head_dim ** -0.5.
         causal: query i sees key j if j <= i + seqlen_k - seqlen_q (bottom-right aligned).
         qv, q_descale, k_descale, v_descale: not supported yet, must be None.
@@ -53,7 +53,7 @@ def flash_attn_func(
         return_lse: return (out, lse).
 
     Returns:
-        out: (batch, seqlen_q, heads_q, head_dim), contiguous, q's dtype.
+        out: (batch, seqlen_q, heads_q, head_dim_v), contiguous, q's dtype.
         lse: (batch, heads_q, seqlen_q), if asked for: log-sum-exp of the scaled scores, natural log, float32 (float64
             for float64 inputs), differentiable.
 

@@ -69,7 +69,7 @@ def _merge_cpu(out, lse, out_1, lse_1, out_2, lse_2):
 def _fwd_fake(q, k, v, softmax_scale, causal, deterministic=False):
     batch, seqlen_q, num_heads_q, _ = q.shape
     lse = q.new_empty((batch, num_heads_q, seqlen_q), dtype=reference.accumulate_dtype(q.dtype))
-    return q.new_empty(q.shape), lse
+    return q.new_empty((*q.shape[:3], v.shape[3])), lse
 
 
 @torch.library.register_fake("flash3::bwd")
@@ -102,7 +102,7 @@ def _varlen_fwd_fake(
 ):
     total_q, num_heads_q, _ = q.shape
     lse = q.new_empty((num_heads_q, total_q), dtype=reference.accumulate_dtype(q.dtype))
-    return q.new_empty(q.shape), lse
+    return q.new_empty((total_q, num_heads_q, v.shape[2])), lse
 
 
 @torch.library.register_fake("flash3::varlen_bwd")

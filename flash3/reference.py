@@ -8,7 +8,7 @@ log-sum-exp and never stores a score matrix.
 Arithmetic is in float32, or float64 for float64 inputs. These functions serve CPU tensors in ``torch.ops.flash3``.
 
 Letters: b batch, m queries of a block, n keys of a block, h key/value heads, g query heads of one key/value head,
-d head_dim. Tensors are (batch, seqlen, heads, head_dim).
+d head_dim of q and k, dv of v. Tensors are (batch, seqlen, heads, head_dim).
 """
 
 from __future__ import annotations
@@ -42,26 +42,27 @@ def attention_forward(
 
     Args:
         q: (b, sq, hq, d) of any floating dtype.
-        k, v: (b, sk, hk, d), hq a multiple of hk; query head i attends key/value head i // (hq / hk).
+        k, v: (b, sk, hk, d) and (b, sk, hk, dv), hq a multiple of hk; query head i attends key/value head
+            i // (hq / hk).
         softmax_scale: factor of q.k before the softmax.
         causal: query i sees key j if j <= i + sk - sq (bottom-right aligned).
 
     Returns:
-        out: (b, sq, hq, d), contiguous, q's dtype; 0 in a row that sees no key.
+        out: (b, sq, hq, dv), contiguous, q's dtype; 0 in a row that sees no key.
         lse: (b, hq, sq), natural log, dtype of ``accumulate_dtype``; -inf in a row that sees no key.
     """
-    batch, seqlen_q, num_heads_q, head_dim = q.shape
-    seqlen_k = k.shape[1]
+    batch, seqlen_q, num_heads_q, _ = q.shape
+    seqlen_k, head_dim_v = k.shape[1], v.shape[3]
     q_grouped = _group_heads(q, k.shape[2])
     k, v = _upcast(k), _upcast(v)
-    out = q_grouped.new_empty(q_grouped.shape)  # (b, sq, h, g, d)
+    out = q_grouped.new_empty((*q_grouped.shape[:4], head_dim_v))  # (b, sq, h, g, dv)
     lse = q_grouped.new_empty((batch, *q_grouped.shape[2:4], seqlen_q))  # (b, h, g, sq)
 
     for rows in _blocks(seqlen_q, tile_m):
         q_block = q_grouped[:, rows]
         row_max = lse.new_full(lse[..., rows].shape, -math.inf)  # (b, h, g, m)
         row_sum = torch.zeros_like(row_max)
-        acc = lse.new_zeros((*row_max.shape, head_dim))
+        acc = lse.new_zeros((*row_max.shape, head_dim_v))
         for keys in _blocks(_keys_seen(rows, seqlen_q, seqlen_k, causal), tile_n):
             scores = torch.einsum("bmhgd,bnhd->bhgmn", q_block, k[:, keys]) * softmax_scale
             _mask_scores(scores, rows, keys, seqlen_k - seqlen_q, causal)
@@ -101,7 +102,7 @@ def attention_backward(
     dPsum = rowsum(dO * O) - dlse, since d lse / d score = P. Then dQ = scale * dS K, dK = scale * dS^T Q, dV = P^T dO.
 
     Args:
-        dout, out: (b, sq, hq, d). lse: (b, hq, sq). dlse: the same shape, or None if nothing reached lse.
+        dout, out: (b, sq, hq, dv). lse: (b, hq, sq). dlse: the same shape, or None if nothing reached lse.
         q, k, v, softmax_scale, causal: as in the forward.
 
     Returns:

@@ -30,14 +30,14 @@ def varlen_forward(
     """Attention output and log-sum-exp of the scaled scores.
 
     Args:
-        q: (total_q, hq, d) of any floating dtype. k, v: (total_k, hk, d), hq a multiple of hk.
+        q: (total_q, hq, d) of any floating dtype. k: (total_k, hk, d), v: (total_k, hk, dv), hq a multiple of hk.
         cu_seqlens_q, cu_seqlens_k: (batch + 1) int32. seqused_q, seqused_k: (batch) int32, or None.
         softmax_scale, causal: as in ``attention_forward``, for each sequence by itself.
 
     Returns:
-        out: (total_q, hq, d), contiguous, q's dtype. lse: (hq, total_q), dtype of ``accumulate_dtype``.
+        out: (total_q, hq, dv), contiguous, q's dtype. lse: (hq, total_q), dtype of ``accumulate_dtype``.
     """
-    out = q.new_zeros(q.shape)
+    out = q.new_zeros((*q.shape[:2], v.shape[2]))
     lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=accumulate_dtype(q.dtype))
     for rows, keys in _sequences(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k):
         one_out, one_lse = attention_forward(

@@ -276,7 +276,8 @@ def _check_packed(q, k, v, cu_q, cu_k, seqused_k, max_q, max_k, scale) -> float:
     if cu_k is None:
         raise ValueError("cum_seq_k: must be a tensor of offsets where cum_seq_q is one, got None")
     sequences = cu_q, cu_k, None, seqused_k
-    return _softmax_scale(scale, checks_varlen.check_call(q, k, v, sequences, (max_q, max_k)))
+    head_dim = checks_varlen.check_call(q, k, v, sequences, (max_q, max_k))
+    return _softmax_scale(scale, _one_head_dim(head_dim, v))
 
 
 def _refuse(**arguments: object) -> None:
@@ -298,7 +299,7 @@ def _is_causal(causal: bool, left: int | None, right: int | None) -> bool:
 
 def _check(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> float:
     """Checks tensors in flash3's layout as the public function does; returns the scale."""
-    return _softmax_scale(scale, checks.check_tensors(q, k, v))
+    return _softmax_scale(scale, _one_head_dim(checks.check_tensors(q, k, v), v))
 
 
 def _check_heads_first(
@@ -311,7 +312,17 @@ def _check_heads_first(
             f"query, key, value: must be (batch, heads, seqlen, head_dim), got shapes {shapes}"
         )
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    return q, k, v, _softmax_scale(scale, checks.check_tensors(q, k, v))
+    return q, k, v, _softmax_scale(scale, _one_head_dim(checks.check_tensors(q, k, v), v))
+
+
+def _one_head_dim(head_dim: int, v: Tensor) -> int:
+    """torch promises results in the layout of ``query``, which those of another head_dim cannot have."""
+    if v.shape[-1] != head_dim:
+        raise NotImplementedError(
+            f"value: head_dim {v.shape[-1]} must be query's, {head_dim}, in torch's operators; "
+            "flash3.flash_attn_func takes any"
+        )
+    return head_dim
 
 
 def _softmax_scale(scale: float | None, head_dim: int) -> float:

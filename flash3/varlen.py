@@ -44,7 +44,7 @@ def flash_attn_varlen_func(
 
     Args:
         q: (total_q, heads_q, head_dim), at most 2^30 rows; head_dim and dtype as in ``flash_attn_func``.
-        k, v: (total_k, heads_kv, head_dim), likewise; heads_kv divides heads_q.
+        k: (total_k, heads_kv, head_dim), v: (total_k, heads_kv, head_dim_v), likewise; heads_kv divides heads_q.
         cu_seqlens_q, cu_seqlens_k: (batch + 1) int32, contiguous, on q's device: 0, then the end of each slot. With
             FLASH3_DEBUG=1 in the environment each call checks what they hold, which waits for the device; without,
             wrong numbers give wrong results, but touch no memory outside the tensors.
@@ -56,7 +56,7 @@ def flash_attn_varlen_func(
             in ``flash_attn_func``, not supported yet beyond their defaults.
 
     Returns:
-        out: (total_q, heads_q, head_dim), contiguous, q's dtype.
+        out: (total_q, heads_q, head_dim_v), contiguous, q's dtype.
         lse: (heads_q, total_q), if asked for: log-sum-exp of the scaled scores, natural log, float32 (float64 for
             float64 inputs), differentiable.
 

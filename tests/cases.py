@@ -66,12 +66,13 @@ class Case:
     num_heads_q: int = 2
     num_heads_kv: int = 2
     batch: int = 2
+    head_dim_v: int | None = None  # head_dim
 
     def __str__(self) -> str:
         mask = "causal" if self.causal else "full"
         return (
             f"b{self.batch}-sq{self.seqlen_q}-sk{self.seqlen_k}-h{self.num_heads_q}_{self.num_heads_kv}"
-            f"-d{self.head_dim}-{mask}"
+            f"-d{self.head_dim}{f'_{self.head_dim_v}' if self.head_dim_v else ''}-{mask}"
         )
 
     def with_(self, **changes) -> Case:
@@ -86,11 +87,11 @@ class Case:
                 dtype
             )
 
-        b, d = self.batch, self.head_dim
+        b, d, dv = self.batch, self.head_dim, self.head_dim_v or self.head_dim
         q = normal(b, self.seqlen_q, self.num_heads_q, d) * magnitude
         k = normal(b, self.seqlen_k, self.num_heads_kv, d) * magnitude
-        v = normal(b, self.seqlen_k, self.num_heads_kv, d) * magnitude
-        dout = normal(b, self.seqlen_q, self.num_heads_q, d)
+        v = normal(b, self.seqlen_k, self.num_heads_kv, dv) * magnitude
+        dout = normal(b, self.seqlen_q, self.num_heads_q, dv)
         lse_dtype = torch.promote_types(dtype, torch.float32)
         lse_gradient = normal(b, self.num_heads_q, self.seqlen_q, dtype=lse_dtype) if dlse else None
         return Inputs(q, k, v, dout, lse_gradient)

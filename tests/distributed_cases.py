@@ -29,6 +29,7 @@ class Case:
     head_dim: int = 8
     batch: int = 2
     dlse: bool = True
+    head_dim_v: int | None = None  # head_dim
 
     def __str__(self) -> str:
         mask = "causal" if self.causal else "full"
@@ -44,9 +45,11 @@ class Case:
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
 
-        q = (self.batch, size * self.seqlen_q, self.heads_q, self.head_dim)
-        k = (self.batch, size * self.seqlen_k, self.heads_kv, self.head_dim)
-        tensors = [normal(*shape).to(dtype) for shape in (q, k, k, q)]
+        q = (self.batch, size * self.seqlen_q, self.heads_q)
+        k = (self.batch, size * self.seqlen_k, self.heads_kv)
+        d, dv = self.head_dim, self.head_dim_v or self.head_dim
+        shapes = ((*q, d), (*k, d), (*k, dv), (*q, dv))
+        tensors = [normal(*shape).to(dtype) for shape in shapes]
         dlse = normal(self.batch, self.heads_q, size * self.seqlen_q)
         return [*tensors, dlse.to(torch.promote_types(dtype, torch.float32))]
 

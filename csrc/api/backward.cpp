@@ -22,21 +22,17 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor const& dout_tensor, Tensor co
   Argument const q(q_tensor, "q"), k(k_tensor, "k"), v(v_tensor, "v"), out(out_tensor, "out"),
       dout(dout_tensor, "dout");
   Shape const shape = check_qkv(q, k, v);
-  std::array<int64_t, 4> const q_sizes{shape.batch, shape.seqlen_q, shape.num_heads_q,
-                                       shape.head_dim};
-  std::array<int64_t, 4> const k_sizes{shape.batch, shape.seqlen_k, shape.num_heads_kv,
-                                       shape.head_dim};
-  check_matches(out, q, q_sizes);
-  check_matches(dout, q, q_sizes);
+  check_matches(out, q, shape.out_sizes());
+  check_matches(dout, q, shape.out_sizes());
   std::array<int64_t, 3> const lse_sizes{shape.batch, shape.num_heads_q, shape.seqlen_q};
   check_rows(lse_tensor, "lse", lse_sizes, q.placement);
   if (dlse_tensor) check_rows(*dlse_tensor, "dlse", lse_sizes, q.placement);
   Device const& device = hopper_device(q.placement.device_index);
   torch::stable::accelerator::DeviceGuard const guard(device.index);
 
-  Tensor dq = empty(q_sizes, q.dtype, q.placement);
-  Tensor dk = empty(k_sizes, q.dtype, q.placement);
-  Tensor dv = empty(k_sizes, q.dtype, q.placement);
+  Tensor dq = empty(shape.q_sizes(), q.dtype, q.placement);
+  Tensor dk = empty(shape.k_sizes(), q.dtype, q.placement);
+  Tensor dv = empty(shape.v_sizes(), q.dtype, q.placement);
   if (shape.empty()) {  // no query sees a key: whatever elements there are have no gradient
     for (Tensor* gradient : {&dq, &dk, &dv}) torch::stable::zero_(*gradient);
     return {std::move(dq), std::move(dk), std::move(dv)};
@@ -62,9 +58,9 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor const& dout_tensor, Tensor co
       .v = v_operand.view,
       .o = out_operand.view,
       .d_o = dout_operand.view,
-      .dq = output_view(dq, q),
-      .dk = output_view(dk, k),
-      .dv = output_view(dv, k),
+      .dq = output_view(dq, shape.q_sizes()),
+      .dk = output_view(dk, shape.k_sizes()),
+      .dv = output_view(dv, shape.v_sizes()),
       .lse = static_cast<float const*>(lse.const_data_ptr()),
       .dlse = dlse ? static_cast<float const*>(dlse->const_data_ptr()) : nullptr,
       .grid = plan.grid,

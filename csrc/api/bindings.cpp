@@ -131,7 +131,8 @@ py::dict plan(std::string const& pass, std::string const& dtype, std::string con
                         .seqlen_k = seqlen_k,
                         .num_heads_q = num_heads_q,
                         .num_heads_kv = num_heads_kv,
-                        .head_dim = head_dim};
+                        .head_dim = head_dim,
+                        .head_dim_v = head_dim};
   check_extents(problem, num_sms);
   if (pass == "fwd") return describe_plan(problem, plan_fwd(problem, num_sms), num_sms);
   if (pass == "bwd") {

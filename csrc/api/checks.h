@@ -23,9 +23,12 @@ inline void check_dtype(Tensor const& q, int32_t dtype) {
   }
 }
 
-inline void check_heads(int64_t num_heads_q, int64_t num_heads_kv, int64_t head_dim) {
-  STD_TORCH_CHECK(head_dim > 0 && head_dim % 8 == 0, "q: head_dim must be a multiple of 8, got ",
-                  head_dim);
+inline void check_head_dim(char const* name, int64_t head_dim) {
+  STD_TORCH_CHECK(head_dim > 0 && head_dim % 8 == 0, name,
+                  ": head_dim must be a multiple of 8, got ", head_dim);
+}
+
+inline void check_heads(int64_t num_heads_q, int64_t num_heads_kv) {
   bool const heads_fit = num_heads_kv == 0 ? num_heads_q == 0 : num_heads_q % num_heads_kv == 0;
   STD_TORCH_CHECK(heads_fit, "k: the number of heads must divide that of q, ", num_heads_q,
                   ", got ", num_heads_kv);
@@ -72,8 +75,12 @@ struct Argument {
 
 // Extents of one call, equal to those of its tensors; zeros are legal but for head_dim.
 struct Shape {
-  int64_t batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim;
+  int64_t batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim, head_dim_v;
 
+  std::array<int64_t, 4> q_sizes() const { return {batch, seqlen_q, num_heads_q, head_dim}; }
+  std::array<int64_t, 4> k_sizes() const { return {batch, seqlen_k, num_heads_kv, head_dim}; }
+  std::array<int64_t, 4> v_sizes() const { return {batch, seqlen_k, num_heads_kv, head_dim_v}; }
+  std::array<int64_t, 4> out_sizes() const { return {batch, seqlen_q, num_heads_q, head_dim_v}; }
   bool empty() const { return batch == 0 || seqlen_q == 0 || seqlen_k == 0 || num_heads_q == 0; }
 };
 
@@ -110,12 +117,13 @@ inline Shape check_qkv(Argument const& q, Argument const& k, Argument const& v) 
                     .seqlen_k = k.sizes[1],
                     .num_heads_q = q.sizes[2],
                     .num_heads_kv = k.sizes[2],
-                    .head_dim = q.sizes[3]};
-  std::array<int64_t, 4> const k_sizes{shape.batch, shape.seqlen_k, shape.num_heads_kv,
-                                       shape.head_dim};
-  check_matches(k, q, k_sizes);
-  check_matches(v, q, k_sizes);
-  check_heads(shape.num_heads_q, shape.num_heads_kv, shape.head_dim);
+                    .head_dim = q.sizes[3],
+                    .head_dim_v = v.sizes[3]};
+  check_matches(k, q, shape.k_sizes());
+  check_matches(v, q, shape.v_sizes());
+  check_heads(shape.num_heads_q, shape.num_heads_kv);
+  check_head_dim("q", shape.head_dim);
+  check_head_dim("v", shape.head_dim_v);
   return shape;
 }
 
@@ -138,6 +146,7 @@ inline Problem make_problem(Shape const& shape, int32_t dtype, double softmax_sc
           .num_heads_q = static_cast<int>(shape.num_heads_q),
           .num_heads_kv = static_cast<int>(shape.num_heads_kv),
           .head_dim = static_cast<int>(shape.head_dim),
+          .head_dim_v = static_cast<int>(shape.head_dim_v),
           .softmax_scale = static_cast<float>(softmax_scale)};
 }
 

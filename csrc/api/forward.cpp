@@ -23,8 +23,7 @@ std::tuple<Tensor, Tensor> forward(Tensor const& q_tensor, Tensor const& k_tenso
   Device const& device = hopper_device(q.placement.device_index);
   torch::stable::accelerator::DeviceGuard const guard(device.index);
 
-  Tensor out = empty<4>({shape.batch, shape.seqlen_q, shape.num_heads_q, shape.head_dim}, q.dtype,
-                        q.placement);
+  Tensor out = empty(shape.out_sizes(), q.dtype, q.placement);
   Tensor lse = empty<3>({shape.batch, shape.num_heads_q, shape.seqlen_q},
                         aoti_torch_dtype_float32(), q.placement);
   if (shape.empty()) {  // nothing to write, or no key to see
@@ -47,7 +46,7 @@ std::tuple<Tensor, Tensor> forward(Tensor const& q_tensor, Tensor const& k_tenso
       .q = q_operand.view,
       .k = k_operand.view,
       .v = v_operand.view,
-      .o = output_view(out, q),
+      .o = output_view(out, shape.out_sizes()),
       .lse = static_cast<float*>(lse.mutable_data_ptr()),
       .tile_counter = counter ? static_cast<int*>(counter->mutable_data_ptr()) : nullptr,
       .grid = plan.grid,

@@ -13,10 +13,12 @@ inline constexpr int64_t kMaxPackedRows = int64_t{1} << 30;
 
 // Extents of one call; zeros are legal but for head_dim.
 struct PackedShape {
-  int64_t batch, total_q, total_k, num_heads_q, num_heads_kv, head_dim;
+  int64_t batch, total_q, total_k, num_heads_q, num_heads_kv, head_dim, head_dim_v;
 
   std::array<int64_t, 3> q_sizes() const { return {total_q, num_heads_q, head_dim}; }
   std::array<int64_t, 3> k_sizes() const { return {total_k, num_heads_kv, head_dim}; }
+  std::array<int64_t, 3> v_sizes() const { return {total_k, num_heads_kv, head_dim_v}; }
+  std::array<int64_t, 3> out_sizes() const { return {total_q, num_heads_q, head_dim_v}; }
   std::array<int64_t, 2> lse_sizes() const { return {num_heads_q, total_q}; }
   bool empty() const { return batch == 0 || total_q == 0 || total_k == 0 || num_heads_q == 0; }
 };
@@ -57,10 +59,13 @@ inline PackedShape check_packed(Argument const& q, Argument const& k, Argument c
                           .total_k = k.sizes[0],
                           .num_heads_q = q.sizes[1],
                           .num_heads_kv = k.sizes[1],
-                          .head_dim = q.sizes[2]};
+                          .head_dim = q.sizes[2],
+                          .head_dim_v = v.sizes[2]};
   check_matches(k, q, shape.k_sizes());
-  check_matches(v, q, shape.k_sizes());
-  check_heads(shape.num_heads_q, shape.num_heads_kv, shape.head_dim);
+  check_matches(v, q, shape.v_sizes());
+  check_heads(shape.num_heads_q, shape.num_heads_kv);
+  check_head_dim("q", shape.head_dim);
+  check_head_dim("v", shape.head_dim_v);
   STD_TORCH_CHECK(shape.batch < std::numeric_limits<int>::max(),
                   "cu_seqlens_q: must hold fewer than 2^31 numbers, got ", shape.batch + 1);
   check_lengths(at.cu_seqlens_q, "cu_seqlens_q", shape.batch + 1, q.placement);
@@ -81,6 +86,7 @@ inline Problem make_packed_problem(PackedShape const& shape, int32_t dtype, doub
           .num_heads_q = static_cast<int>(shape.num_heads_q),
           .num_heads_kv = static_cast<int>(shape.num_heads_kv),
           .head_dim = static_cast<int>(shape.head_dim),
+          .head_dim_v = static_cast<int>(shape.head_dim_v),
           .softmax_scale = static_cast<float>(softmax_scale)};
 }
 

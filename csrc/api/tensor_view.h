@@ -48,9 +48,10 @@ inline TensorView contiguous_view(void* address, torch::headeronly::IntHeaderOnl
           .head_stride = head_stride};
 }
 
-// View of an output or of a copy, made contiguous by empty() and of q's or k's extents.
-inline TensorView output_view(Tensor const& tensor, Argument const& like) {
-  return contiguous_view(tensor.mutable_data_ptr(), like.sizes);
+// View of an output or of a copy, made contiguous by empty() and of these extents.
+template <std::size_t kDims>
+TensorView output_view(Tensor const& tensor, std::array<int64_t, kDims> const& sizes) {
+  return contiguous_view(tensor.mutable_data_ptr(), {sizes.data(), sizes.size()});
 }
 
 // An input of at least one element. contiguous() would not do for the copy: a contiguous tensor at
@@ -74,7 +75,7 @@ inline TmaOperand tma_operand(Argument const& x) {
       last == 3 ? empty<4>({x.sizes[0], x.sizes[1], x.sizes[2], x.sizes[3]}, x.dtype, x.placement)
                 : empty<3>({x.sizes[0], x.sizes[1], x.sizes[2]}, x.dtype, x.placement);
   torch::stable::copy_(copy, x.tensor);
-  TensorView const view = output_view(copy, x);
+  TensorView const view = contiguous_view(copy.mutable_data_ptr(), x.sizes);
   return {.owner = std::move(copy), .view = view};
 }
 

@@ -24,8 +24,8 @@ std::tuple<Tensor, Tensor, Tensor> varlen_backward(
       dout(dout_tensor, "dout");
   SequenceTensors const sequences{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
   PackedShape const shape = check_packed(q, k, v, sequences);
-  check_matches(out, q, shape.q_sizes());
-  check_matches(dout, q, shape.q_sizes());
+  check_matches(out, q, shape.out_sizes());
+  check_matches(dout, q, shape.out_sizes());
   check_rows(lse_tensor, "lse", shape.lse_sizes(), q.placement);
   if (dlse_tensor) check_rows(*dlse_tensor, "dlse", shape.lse_sizes(), q.placement);
   Device const& device = hopper_device(q.placement.device_index);
@@ -33,7 +33,7 @@ std::tuple<Tensor, Tensor, Tensor> varlen_backward(
 
   Tensor dq = empty(shape.q_sizes(), q.dtype, q.placement);
   Tensor dk = empty(shape.k_sizes(), q.dtype, q.placement);
-  Tensor dv = empty(shape.k_sizes(), q.dtype, q.placement);
+  Tensor dv = empty(shape.v_sizes(), q.dtype, q.placement);
   if (shape.empty()) {  // no query sees a key: whatever elements there are have no gradient
     for (Tensor* gradient : {&dq, &dk, &dv}) torch::stable::zero_(*gradient);
     return {std::move(dq), std::move(dk), std::move(dv)};
@@ -58,9 +58,9 @@ std::tuple<Tensor, Tensor, Tensor> varlen_backward(
       .v = v_operand.view,
       .o = out_operand.view,
       .d_o = dout_operand.view,
-      .dq = output_view(dq, q),
-      .dk = output_view(dk, k),
-      .dv = output_view(dv, k),
+      .dq = output_view(dq, shape.q_sizes()),
+      .dk = output_view(dk, shape.k_sizes()),
+      .dv = output_view(dv, shape.v_sizes()),
       .lse = static_cast<float const*>(lse.const_data_ptr()),
       .dlse = dlse ? static_cast<float const*>(dlse->const_data_ptr()) : nullptr,
       .grid = plan.grid,

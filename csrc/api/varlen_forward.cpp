@@ -27,7 +27,7 @@ std::tuple<Tensor, Tensor> varlen_forward(Tensor const& q_tensor, Tensor const& 
   Device const& device = hopper_device(q.placement.device_index);
   torch::stable::accelerator::DeviceGuard const guard(device.index);
 
-  Tensor out = empty(shape.q_sizes(), q.dtype, q.placement);
+  Tensor out = empty(shape.out_sizes(), q.dtype, q.placement);
   Tensor lse = empty(shape.lse_sizes(), aoti_torch_dtype_float32(), q.placement);
   if (shape.empty()) {  // nothing to write, or no key to see
     torch::stable::zero_(out);
@@ -48,7 +48,7 @@ std::tuple<Tensor, Tensor> varlen_forward(Tensor const& q_tensor, Tensor const& 
       .q = q_operand.view,
       .k = k_operand.view,
       .v = v_operand.view,
-      .o = output_view(out, q),
+      .o = output_view(out, shape.out_sizes()),
       .lse = static_cast<float*>(lse.mutable_data_ptr()),
       .tile_counter = reinterpret_cast<int*>(base + plan.tile_counter_offset),
       .grid = plan.grid,

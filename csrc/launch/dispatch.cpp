@@ -11,6 +11,11 @@
 namespace flash3 {
 namespace {
 
+// What a row's head_dim must hold.
+int widest_head_dim(Problem const& problem) {
+  return std::max(problem.head_dim, problem.head_dim_v);
+}
+
 // The row with the smallest head_dim that holds the problem's; null if none does. TMA pads the
 // difference with zeros.
 template <class Entry>
@@ -19,7 +24,7 @@ Entry const* find(std::span<Entry const> table, Problem const& problem) {
   for (Entry const& row : table) {
     KernelKey const& key = row.key;
     bool const serves = key.dtype == problem.dtype && key.mask == problem.mask &&
-                        key.layout == problem.layout && key.head_dim >= problem.head_dim;
+                        key.layout == problem.layout && key.head_dim >= widest_head_dim(problem);
     if (serves && (best == nullptr || key.head_dim < best->key.head_dim)) best = &row;
   }
   return best;
@@ -33,7 +38,7 @@ std::string nearest_rows(std::span<Entry const> table, Problem const& problem) {
   auto const distance = [&](Entry const* row) {
     int const words = (row->key.dtype != problem.dtype) + (row->key.mask != problem.mask) +
                       (row->key.layout != problem.layout);
-    return std::tuple(words, std::abs(row->key.head_dim - problem.head_dim));
+    return std::tuple(words, std::abs(row->key.head_dim - widest_head_dim(problem)));
   };
   std::vector<Entry const*> rows;
   for (Entry const& row : table) rows.push_back(&row);
@@ -51,9 +56,9 @@ template <class Entry>
   std::string const layout = word(problem.layout);
   throw NotBuilt(
       "flash3: this build has no " + std::string(pass) + " kernel for dtype " + dtype +
-      ", head_dim " + std::to_string(problem.head_dim) + ", mask " + mask + ", layout " + layout +
-      ". Nearest built rows: " + nearest_rows(table, problem) + ". FLASH3_VARIANTS=\"" + dtype +
-      "," + mask + (problem.layout == SeqLayout::kPacked ? ",packed" : "") +
+      ", head_dim " + std::to_string(widest_head_dim(problem)) + ", mask " + mask + ", layout " +
+      layout + ". Nearest built rows: " + nearest_rows(table, problem) + ". FLASH3_VARIANTS=\"" +
+      dtype + "," + mask + (problem.layout == SeqLayout::kPacked ? ",packed" : "") +
       "\" builds every row of this dtype and mask, FLASH3_VARIANTS=all builds every row.");
 }
 

@@ -36,7 +36,8 @@ struct Problem {
   int seqlen_k = 0;  // packed: rows of k
   int num_heads_q = 0;
   int num_heads_kv = 0;
-  int head_dim = 0;
+  int head_dim = 0;    // of q and k
+  int head_dim_v = 0;  // of v and out
   float softmax_scale = 0.f;
 };
 

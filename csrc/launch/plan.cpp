@@ -100,7 +100,9 @@ template <class Entry>
 std::string tile_choice(Problem const& problem, Entry const& row) {
   std::string text = "tile " + std::to_string(row.tile.m) + "x" + std::to_string(row.tile.n) +
                      " (" + row.why + ") for head_dim " + std::to_string(problem.head_dim);
-  if (problem.head_dim != row.key.head_dim)
+  if (problem.head_dim_v != problem.head_dim)
+    text += " and " + std::to_string(problem.head_dim_v) + " of v";
+  if (problem.head_dim != row.key.head_dim || problem.head_dim_v != row.key.head_dim)
     text += ", padded to " + std::to_string(row.key.head_dim) + " by TMA";
   return text;
 }

@@ -130,15 +130,15 @@ class _AllGatherAttention(torch.autograd.Function):
 def _gathered(k: Tensor, v: Tensor, call: Call, heads: int) -> Iterator[tuple[int, Tensor, Tensor]]:
     """(first head, keys, values) of the whole sequence for ``heads`` heads at a time, the next on their way."""
 
-    def gather(head: int) -> Arrival:
-        return call.comm.gather(torch.stack([x[:, :, head : head + heads] for x in (k, v)]))
+    def gather(head: int) -> list[Arrival]:
+        return [call.comm.gather(x[:, :, head : head + heads]) for x in (k, v)]
 
     arriving = gather(0)
     for head in range(0, k.shape[2], heads):
-        (shards,) = arriving.wait()  # (ranks, 2, b, local, heads, d)
+        shards = [arrival.wait()[0] for arrival in arriving]  # (ranks, b, local, heads, d) each
         if head + heads < k.shape[2]:
             arriving = gather(head + heads)
-        yield head, *(layout.in_sequence_order(shards[:, i], call.order) for i in (0, 1))
+        yield head, *(layout.in_sequence_order(x, call.order) for x in shards)
 
 
 def _forward(q, k, v, call: Call, chunks, heads: int) -> tuple[Tensor, Tensor]:
@@ -168,11 +168,12 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     group = q.shape[2] // k.shape[2]
     dq = q.new_empty(q.shape)
-    returning: Arrival | None = None
-    sums_of_owner: list[Tensor] = []  # (2, b, local, heads, d) for each step
+    returning: list[Arrival] = []
+    sums_of_owner: list[list[Tensor]] = []  # of dk and dv, (b, local, heads, d), for each step
     for head, keys, values in _gathered(k, v, call, heads):
         at = slice(head * group, (head + heads) * group)
-        sums = keys.new_zeros((2, *keys.shape), dtype=reference.accumulate_dtype(k.dtype))
+        dtype = reference.accumulate_dtype(k.dtype)
+        sums = [x.new_zeros(x.shape, dtype=dtype) for x in (keys, values)]
         for chunk in chunks.of(q.shape[1], keys.shape[1]):
             rows = chunk.rows
             of_queries = [x[:, rows, at] for x in (dout, q, out)]
@@ -180,18 +181,16 @@ def _backward(
             dq[:, rows, at], *parts = chunks.backward(chunk, of_queries, of_rows, keys, values)
             for total, part in zip(sums, parts, strict=True):
                 total[:, : part.shape[1]].add_(part)
-        by_owner = torch.stack(
-            [layout.in_rank_order(total, call.comm.size, call.order) for total in sums], 1
-        )
-        if returning is not None:
-            sums_of_owner.append(_sum_of_ranks(returning))
-        returning = call.comm.exchange(by_owner)
-    sums_of_owner.append(_sum_of_ranks(returning))
+        if returning:
+            sums_of_owner.append([_sum_of_ranks(arrival) for arrival in returning])
+        by_owner = [layout.in_rank_order(x, call.comm.size, call.order) for x in sums]
+        returning = [call.comm.exchange(x) for x in by_owner]
+    sums_of_owner.append([_sum_of_ranks(arrival) for arrival in returning])
     dk, dv = (torch.cat([sums[i] for sums in sums_of_owner], 2) for i in (0, 1))
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _sum_of_ranks(returning: Arrival) -> Tensor:
-    """What the ranks sent, (ranks, 2, b, local, heads, d), in one fixed order: the same at every run."""
+    """What the ranks sent, (ranks, b, local, heads, d), added up in one fixed order: the same at every run."""
     (parts,) = returning.wait()
     return parts.sum(0)

@@ -41,8 +41,8 @@ def ring_attn_func(
     Args:
         q: (batch, seqlen_local, heads_q, head_dim), this rank's queries. dtypes, head_dim and devices as for
             ``flash3.flash_attn_func``.
-        k, v: (batch, seqlen_local_k, heads_kv, head_dim), this rank's keys and values; with ``causal`` the same
-            positions as q. All ranks hold shards of one shape.
+        k, v: (batch, seqlen_local_k, heads_kv, head_dim), this rank's keys and values, v of a head_dim_v of its own;
+            with ``causal`` the same positions as q. All ranks hold shards of one shape.
         group: a ProcessGroup, a DeviceMesh of one dimension, or None for all processes.
         softmax_scale: positive factor of the scores; None is head_dim ** -0.5.
         causal: a query sees the keys at its own position in the whole sequence and before.
@@ -52,7 +52,7 @@ def ring_attn_func(
             "contiguous", which under a causal mask leaves early ranks idle. Without a mask any order gives the same.
 
     Returns:
-        out: (batch, seqlen_local, heads_q, head_dim), q's dtype.
+        out: (batch, seqlen_local, heads_q, head_dim_v), q's dtype.
         lse: (batch, heads_q, seqlen_local), if asked for: natural log, float32 (float64 for float64 inputs), over all
             keys of all ranks, differentiable.
 

@@ -28,7 +28,8 @@ from tolerance import assert_as_accurate
 
 def check(case: Case, dtype, *, dlse=False, magnitude=1.0, inputs=None, **arguments) -> Result:
     """Runs a case and applies the rule; skips what the build lacks, after checking the forward if that is there."""
-    missing = [p for p in ("fwd", "bwd") if not row_built(p, dtype, case.head_dim, case.causal)]
+    widest = max(case.head_dim, case.head_dim_v or 0)
+    missing = [p for p in ("fwd", "bwd") if not row_built(p, dtype, widest, case.causal)]
     if "fwd" in missing:
         pytest.skip("not built: forward row")
     backward = "bwd" not in missing
@@ -70,6 +71,19 @@ def test_head_dims(case, dtype):
 )
 def test_wide_head_dims(case, dtype):
     check(case, dtype)
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+@pytest.mark.parametrize(
+    "head_dims", [(192, 128), (128, 192), (64, 256), (40, 72), (256, 8)], ids=str
+)
+@pytest.mark.parametrize(
+    "case", by_length([(63, 97), (128, 128), (513, 777)], num_heads_q=4), ids=str
+)
+def test_another_head_dim_of_v(case, head_dims, dtype):
+    """(192, 128) is that of multi-head latent attention."""
+    head_dim, head_dim_v = head_dims
+    check(case.with_(head_dim=head_dim, head_dim_v=head_dim_v), dtype, dlse=True)
 
 
 @pytest.mark.parametrize("dtype", HALF_DTYPES)

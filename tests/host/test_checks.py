@@ -106,8 +106,12 @@ def test_v_does_not_fit_k(v_shape):
     assert_raises(ValueError, "v:", str(v_shape), str(SHAPE), tensors=qkv(v_shape=v_shape))
 
 
-def test_other_head_dim_of_v_is_not_supported_yet():
-    assert_raises(NotImplementedError, "v: head_dim 32", "64", tensors=qkv(v_shape=(2, 16, 4, 32)))
+@pytest.mark.parametrize("head_dim", [4, 0, 264])
+def test_bad_head_dim_of_v(head_dim):
+    shape = (2, 16, 4, head_dim)
+    assert_raises(
+        ValueError, "v: head_dim", "multiple of 8", str(head_dim), tensors=qkv(v_shape=shape)
+    )
 
 
 @pytest.mark.parametrize("scale", [0, 0.0, -1.0, math.inf, -math.inf, math.nan, 1e39, 1e-46])

@@ -36,7 +36,8 @@ def cases(size: int) -> list[Case]:
             found.append(Case(function, causal, order="contiguous", heads_q=size, heads_kv=1))
         grouped = Case(function, True, heads_q=4 * size, heads_kv=size, batch=1, dlse=False)
         cross = Case(function, False, "contiguous", 3, 5, heads_q=size, heads_kv=1)
-        found += [grouped, cross]
+        other_v = Case(function, True, heads_q=size, heads_kv=size, head_dim=24, head_dim_v=16)
+        found += [grouped, cross, other_v]
     found += [Case(function, True, heads_q=6, heads_kv=2) for function in ("ring", "allgather")]
     return found
 

@@ -59,7 +59,9 @@ def test_grouped_heads(case):
 @pytest.mark.parametrize(
     "case",
     by_length([(63, 97), (128, 128), (193, 130)])
-    + by_head_dim([8, 72, 128, 192, 256], seqlen_q=40, seqlen_k=65),
+    + by_head_dim([8, 72, 128, 192, 256], seqlen_q=40, seqlen_k=65)
+    + by_head_dim([24, 192], seqlen_q=40, seqlen_k=65, head_dim_v=128)
+    + by_head_dim([64], seqlen_q=40, seqlen_k=65, head_dim_v=16),
     ids=str,
 )
 def test_low_precision_is_as_accurate_as_torch(case, dtype):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from attention_math import attention_math, run, run_float64
 from cases import Case, both_masks
 
-from flash3 import ops, sdpa
+from flash3 import sdpa
 
 aten = torch.ops.aten
 

@@ -221,8 +221,12 @@ def test_compiled_into_one_graph():
     ("changes", "error", "message"),
     [
         ({"q": torch.randn(1, 10, 4, 16)}, ValueError, "q: must be (rows, heads, head_dim)"),
-        ({"v": torch.randn(12, 2, 8)}, NotImplementedError, "v: head_dim 8 that differs"),
-        ({"v": torch.randn(11, 2, 16)}, ValueError, "v: must have k's shape (12, 2, 16)"),
+        ({"v": torch.randn(12, 2, 12)}, ValueError, "v: head_dim must be a multiple of 8"),
+        (
+            {"v": torch.randn(11, 2, 16)},
+            ValueError,
+            "v: must have k's shape (12, 2, 16) but for head_dim",
+        ),
         ({"k": torch.randn(12, 3, 16)}, ValueError, "a positive multiple"),
         ({"k": torch.randn(12, 2, 24)}, ValueError, "k: must have q's head_dim 16"),
         ({"q": torch.randn(10, 4, 16).half()}, TypeError, "must share one dtype"),

@@ -54,16 +54,18 @@ BwdArgs<Row> make_bwd_args(BwdParams const& params) {
   using T = BwdTraits<Row>;
   Problem const& p = params.problem;
   TensorExtent const q_extent{p.head_dim, p.seqlen_q, p.num_heads_q, p.batch};
-  TensorExtent const kv_extent{p.head_dim, p.seqlen_k, p.num_heads_kv, p.batch};
+  TensorExtent const do_extent{p.head_dim_v, p.seqlen_q, p.num_heads_q, p.batch};
+  TensorExtent const k_extent{p.head_dim, p.seqlen_k, p.num_heads_kv, p.batch};
+  TensorExtent const v_extent{p.head_dim_v, p.seqlen_k, p.num_heads_kv, p.batch};
   int const group = p.num_heads_q / p.num_heads_kv;
   constexpr auto make_map = T::kPacked ? make_ragged_tensor_map : make_tensor_map;
   return {
       .q = make_map(params.q, p.dtype, q_extent, T::kM),
-      .d_o = make_map(params.d_o, p.dtype, q_extent, T::kM),
-      .k = make_map(params.k, p.dtype, kv_extent, T::kN),
-      .v = make_map(params.v, p.dtype, kv_extent, T::kN),
-      .dk = make_map(params.dk, p.dtype, kv_extent, kRowsPerWarp),
-      .dv = make_map(params.dv, p.dtype, kv_extent, kRowsPerWarp),
+      .d_o = make_map(params.d_o, p.dtype, do_extent, T::kM),
+      .k = make_map(params.k, p.dtype, k_extent, T::kN),
+      .v = make_map(params.v, p.dtype, v_extent, T::kN),
+      .dk = make_map(params.dk, p.dtype, k_extent, kRowsPerWarp),
+      .dv = make_map(params.dv, p.dtype, v_extent, kRowsPerWarp),
       .lse_log2 = params.lse_log2,
       .dpsum = params.dpsum,
       .dq_accum = params.dq_accum,
@@ -97,7 +99,7 @@ void launch_bwd(BwdParams const& params, cudaStream_t stream) {
   bwd_preprocess_kernel<Row><<<query_blocks, 256, 0, stream>>>(
       {list, params.o, params.d_o, params.lse, params.dlse, params.lse_log2, params.dpsum,
        params.dq_accum, params.dq_turn, p.seqlen_q, params.seqlen_q_rounded, p.num_heads_q,
-       p.head_dim});
+       p.head_dim_v});
   FLASH3_CUDA_CHECK(cudaGetLastError());
   allow_smem<bwd_kernel<Row>>(kSmemBytes);
   launch_clusters(bwd_kernel<Row>, {params.grid, params.cluster_size, T::kThreads, kSmemBytes},

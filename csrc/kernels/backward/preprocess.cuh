@@ -15,7 +15,7 @@ struct BwdPreprocessArgs : QueryBlocks<Row> {
   float const* dlse;  // likewise, or null
   float *lse_log2, *dpsum, *dq_accum;
   int* dq_turn;  // or null
-  int seqlen_q, seqlen_q_rounded, num_heads_q, head_dim;
+  int seqlen_q, seqlen_q_rounded, num_heads_q, head_dim_v;
 };
 
 // One CTA takes kM rows of one head. Eight-element vectors: kHeadDim / 8 lanes share a row.
@@ -44,7 +44,7 @@ CUTLASS_DEVICE void preprocess_block(BwdPreprocessArgs<Row> const& args, int m_b
     int const row = m_block * T::kM + row_in_block;
     bool const exists = row < args.seqlen_q;
     float sum = 0.f;
-    if (exists && column < args.head_dim) {
+    if (exists && column < args.head_dim_v) {
       Vector const a = *reinterpret_cast<Vector const*>(o + row * args.o.seqlen_stride);
       Vector const b = *reinterpret_cast<Vector const*>(d_o + row * args.d_o.seqlen_stride);
       CUTLASS_PRAGMA_UNROLL

@@ -66,13 +66,15 @@ FwdArgs<Row> make_fwd_args(FwdParams const& params) {
   using T = FwdTraits<Row>;
   Problem const& p = params.problem;
   TensorExtent const q_extent{p.head_dim, p.seqlen_q, p.num_heads_q, p.batch};
-  TensorExtent const kv_extent{p.head_dim, p.seqlen_k, p.num_heads_kv, p.batch};
+  TensorExtent const k_extent{p.head_dim, p.seqlen_k, p.num_heads_kv, p.batch};
+  TensorExtent const v_extent{p.head_dim_v, p.seqlen_k, p.num_heads_kv, p.batch};
+  TensorExtent const o_extent{p.head_dim_v, p.seqlen_q, p.num_heads_q, p.batch};
   constexpr auto make_map = T::kPacked ? make_ragged_tensor_map : make_tensor_map;
   return {
       .q = make_map(params.q, p.dtype, q_extent, T::kM),
-      .k = make_map(params.k, p.dtype, kv_extent, T::kN),
-      .v = make_map(params.v, p.dtype, kv_extent, T::kN),
-      .o = make_map(params.o, p.dtype, q_extent, kRowsPerWarp),
+      .k = make_map(params.k, p.dtype, k_extent, T::kN),
+      .v = make_map(params.v, p.dtype, v_extent, T::kN),
+      .o = make_map(params.o, p.dtype, o_extent, kRowsPerWarp),
       .lse = params.lse,
       .sequences = make_sequences<T>(p),
       .num_heads_q = p.num_heads_q,
