@@ -10,7 +10,13 @@ from tolerance import max_abs, max_error
 
 import flash3
 from flash3 import ops, reference
-from flash3.distributed import ring_attn_func, shard_sequence, unshard_sequence
+from flash3.distributed import (
+    allgather_attn_varlen_func,
+    layout,
+    ring_attn_func,
+    shard_sequence,
+    unshard_sequence,
+)
 
 BF16, HALVES = torch.bfloat16, [torch.float16, torch.bfloat16]
 
@@ -121,6 +127,35 @@ def test_ranks_on_one_gpu(case, size, flash3_rows):
     alone = on_one_rank(case, size, BF16, device="cuda")
     right = on_one_rank(case, size, BF16, torch.float64, device="cpu", drawn_on="cuda")
     as_accurate(whole, alone, {name: x.cuda() for name, x in right.items()})
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_documents_on_ranks_of_one_gpu(causal, flash3_rows):
+    """Documents cut anywhere, against one call: the same keys in the same tiles but for where a chunk begins."""
+    flash3_rows(BF16, 128, causal, layout="packed")
+    size, case = (
+        4,
+        Case("allgather", causal, "zigzag", 512, 512, heads_q=8, heads_kv=2, head_dim=128),
+    )
+    q, k, v, dout, _ = (x[0] for x in case.inputs(size, BF16, "cuda"))
+    lengths = torch.tensor(
+        [0, 700, 1, 0, 333, 900], device="cuda"
+    )  # the last 114 tokens belong to none
+    cu_seqlens = lengths.cumsum(0, dtype=torch.int32)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = flash3.flash_attn_varlen_func(*leaves, cu_seqlens, cu_seqlens, 900, 900, causal=causal)
+    right = [out, *torch.autograd.grad(out, leaves, dout)]
+
+    def on_a_rank(comm):
+        shards = [layout.shard(x.detach(), comm.rank, size, 0, "zigzag") for x in (q, k, v, dout)]
+        qkv = [x.requires_grad_() for x in shards[:3]]
+        out = allgather_attn_varlen_func(*qkv, cu_seqlens, comm, causal=causal)
+        results = out, *torch.autograd.grad(out, qkv, shards[3])
+        return [unshard_sequence(x.detach(), comm, 0) for x in results]
+
+    for ours in run_threads(size, on_a_rank):
+        for x, y in zip(ours, right, strict=True):
+            assert max_error(x, y.detach().double()) <= 2 * torch.finfo(BF16).eps * max_abs(y)
 
 
 def test_ring_forward_is_bitwise_reproducible(flash3_rows):
