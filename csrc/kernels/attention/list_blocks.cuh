@@ -88,11 +88,13 @@ CUTLASS_DEVICE int used_rows(int const* seqused, int b, int batch, int slot) {
   return seqused == nullptr ? slot : min(max(seqused[b], 0), slot);
 }
 
-// Writes the blocks of a warp's 32 sequences, all lanes on each sequence in turn.
+// Writes the blocks of a warp's 32 sequences, all lanes on each sequence that has any, in turn.
 CUTLASS_DEVICE void write_blocks(BlockList const& list, ListedBlock const& own, int own_blocks) {
   int const lane = threadIdx.x % kThreadsPerWarp;
   auto const from = [](int value, int source) { return __shfl_sync(0xffffffff, value, source); };
-  for (int source = 0; source < kThreadsPerWarp; ++source) {
+  unsigned left = __ballot_sync(0xffffffff, own_blocks > 0);
+  for (; left != 0; left &= left - 1) {
+    int const source = __ffs(int(left)) - 1;
     int const blocks = from(own_blocks, source);
     int4 const rows{from(own.q.start, source), from(own.q.length, source),
                     from(own.k.start, source), from(own.k.length, source)};

@@ -13,12 +13,10 @@ namespace flash3 {
 
 // Dense: a sequence is the number of its batch entry.
 struct DenseSequences {
-  int seqlen_q, seqlen_k;
-
-  struct Lengths {};  // the same for every sequence
+  struct Lengths {};  // those of the call
   CUTLASS_DEVICE static Lengths lengths(int) { return {}; }
-  CUTLASS_DEVICE int q(Lengths) const { return seqlen_q; }
-  CUTLASS_DEVICE int k(Lengths) const { return seqlen_k; }
+  CUTLASS_DEVICE static int q(Lengths, int seqlen_q) { return seqlen_q; }
+  CUTLASS_DEVICE static int k(Lengths, int seqlen_k) { return seqlen_k; }
   // What TileCoord takes: to load rows of Q or K, and to store to a block of queries or keys.
   CUTLASS_DEVICE static int rows_q(int batch) { return batch; }
   CUTLASS_DEVICE static int rows_k(int batch) { return batch; }
@@ -34,32 +32,20 @@ struct PackedSequence {
 };
 
 struct PackedSequences {
-  int total_q;
-
   // Refers to the sequence: in the forward's consumers that lies in shared memory, and a length is
   // read where it is needed instead of held in a register.
   struct Lengths {
     PackedSequence const* of;
   };
   CUTLASS_DEVICE static Lengths lengths(PackedSequence const& at) { return {&at}; }
-  CUTLASS_DEVICE static int q(Lengths lengths) { return lengths.of->q.length; }
-  CUTLASS_DEVICE static int k(Lengths lengths) { return lengths.of->k.length; }
+  CUTLASS_DEVICE static int q(Lengths lengths, int) { return lengths.of->q.length; }
+  CUTLASS_DEVICE static int k(Lengths lengths, int) { return lengths.of->k.length; }
   CUTLASS_DEVICE static RowRange rows_q(PackedSequence at) { return at.q; }
   CUTLASS_DEVICE static RowRange rows_k(PackedSequence at) { return at.k; }
   // Rows of the slot behind the used ones are stored too: as zeros.
   CUTLASS_DEVICE static RowRange slot_q(PackedSequence at) { return {at.q.start, at.slot}; }
   CUTLASS_DEVICE static RowRange slot_k(PackedSequence at) { return {at.k.start, at.slot}; }
 };
-
-// Of the traits T of a row.
-template <class T>
-typename T::Sequences make_sequences(Problem const& p) {
-  if constexpr (T::kPacked) {
-    return {p.seqlen_q};
-  } else {
-    return {p.seqlen_q, p.seqlen_k};
-  }
-}
 
 struct PackedTile {
   int block, head;

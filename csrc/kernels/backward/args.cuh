@@ -32,16 +32,17 @@ struct BwdArgs {
   float const* dpsum;     // likewise; 0 where a row does not exist
   float* dq_accum;        // (batch, heads_q, m_blocks) blocks of m * head_dim in fragment order
   int* dq_turn;           // (batch, heads_q, m_blocks) or null
-  typename T::Sequences sequences;
-  int seqlen_q_rounded;
+  int seqlen_q, seqlen_k, seqlen_q_rounded;  // packed: rows of all sequences together
   int num_heads_q, qheads_per_kvhead;
   int cluster_size;
   typename T::Order order;
   float softmax_scale;
 
   using Lengths = typename T::Sequences::Lengths;
+  CUTLASS_DEVICE int length_q(Lengths lengths) const { return T::Sequences::q(lengths, seqlen_q); }
+  CUTLASS_DEVICE int length_k(Lengths lengths) const { return T::Sequences::k(lengths, seqlen_k); }
   CUTLASS_DEVICE typename T::MaskType mask(Lengths lengths) const {
-    return {sequences.q(lengths), sequences.k(lengths)};
+    return {length_q(lengths), length_k(lengths)};
   }
 
   // The grid of a packed row is for the largest number of key blocks that there can be.

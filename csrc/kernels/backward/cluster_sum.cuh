@@ -103,7 +103,7 @@ struct BwdClusterSum {
       tma_store_box(
           piece < kPieces ? args.dk : args.dv, staging + row * kBoxColumns,
           first_box + piece % kPieces,
-          TileCoord{tile.n_block * T::kN + row, tile.kv_head, args.sequences.slot_k(tile.batch)});
+          TileCoord{tile.n_block * T::kN + row, tile.kv_head, T::Sequences::slot_k(tile.batch)});
       tma_store_arrive();
     }
   }

@@ -33,7 +33,7 @@ struct BwdConsumer {
 
   CUTLASS_DEVICE void run() {
     KeyTile const tile = args.tile();
-    BlockRange const blocks = args.mask(args.sequences.lengths(tile.batch))
+    BlockRange const blocks = args.mask(T::Sequences::lengths(tile.batch))
                                   .template query_blocks<T::kM>(tile.n_block * T::kN);
     // ((2, 2, head_dim / 8), 1, 1) fp32 each
     typename T::MmaDk mma_dk;
@@ -182,7 +182,7 @@ struct BwdConsumer {
     for (int r = 0; r < 2; ++r) {
       int const key = n_block * T::kN + first_key() + lane_first_row() + 8 * r;
       int const first_query =
-          key < args.sequences.k(lengths) ? mask.first_query(key) : args.seqlen_q_rounded;
+          key < args.length_k(lengths) ? mask.first_query(key) : args.seqlen_q_rounded;
       int const first_column =
           first_query - m_block * T::kM - this->first_query() - lane_first_column();
       CUTLASS_PRAGMA_UNROLL
@@ -196,7 +196,7 @@ struct BwdConsumer {
   template <class Fragment>
   CUTLASS_DEVICE void to_probabilities(Fragment& s, KeyTile tile, QueryBlock at, int slot) const {
     auto scores = rows_and_columns(s);
-    Lengths const lengths = args.sequences.lengths(tile.batch);
+    Lengths const lengths = T::Sequences::lengths(tile.batch);
     if (args.mask(lengths).template cuts<T::kN>(at.m_block * T::kM, tile.n_block * T::kN)) {
       mask_scores(scores, lengths, at.m_block, tile.n_block);
     }
@@ -284,7 +284,7 @@ struct BwdConsumer {
     stage_warp_rows<T::kN, kColumns>(rounded, staging, first_key(), first_column);
     store_warp_rows<T::kN, kColumns>(
         map, staging, first_key(),
-        TileCoord{tile.n_block * T::kN, tile.kv_head, args.sequences.slot_k(tile.batch)},
+        TileCoord{tile.n_block * T::kN, tile.kv_head, T::Sequences::slot_k(tile.batch)},
         first_column / kBoxColumns);
   }
 };

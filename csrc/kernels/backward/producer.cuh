@@ -19,7 +19,7 @@ struct BwdProducer {
 
   CUTLASS_DEVICE void run() {
     KeyTile const tile = args.tile();
-    BlockRange const blocks = args.mask(args.sequences.lengths(tile.batch))
+    BlockRange const blocks = args.mask(T::Sequences::lengths(tile.batch))
                                   .template query_blocks<T::kM>(tile.n_block * T::kN);
     if (blocks.begin >= blocks.end) return;  // no query sees these keys
     load_kv(tile);
@@ -28,8 +28,8 @@ struct BwdProducer {
     for (int head = tile.first_q_head; head < heads_end; ++head) {
       CUTLASS_PRAGMA_NO_UNROLL
       for (int m = blocks.begin; m < blocks.end; ++m) {
-        load_q(tile, {m * T::kM, head, args.sequences.rows_q(tile.batch)});
-        load_do(tile, {m * T::kM, head, args.sequences.rows_q(tile.batch)});
+        load_q(tile, {m * T::kM, head, T::Sequences::rows_q(tile.batch)});
+        load_do(tile, {m * T::kM, head, T::Sequences::rows_q(tile.batch)});
       }
     }
   }
@@ -37,7 +37,7 @@ struct BwdProducer {
  private:
   CUTLASS_DEVICE void load_kv(KeyTile tile) {
     Ring<1>::Cursor const at;
-    TileCoord const coord{tile.n_block * T::kN, tile.kv_head, args.sequences.rows_k(tile.batch)};
+    TileCoord const coord{tile.n_block * T::kN, tile.kv_head, T::Sequences::rows_k(tile.batch)};
     smem.kv_ring.expect_bytes(at, 2 * T::kKvBytes);
     tma_load_tile<T::kN, T::kHeadDim>(args.k, smem.kv_ring.full(at), smem.k, coord,
                                       CacheHint::kEvictFirst);

@@ -74,7 +74,7 @@ struct FwdConsumer {
   }
 
   CUTLASS_DEVICE void compute(Tile tile) {
-    Lengths const lengths = args.sequences.lengths(tile.batch);
+    Lengths const lengths = T::Sequences::lengths(tile.batch);
     BlockRange const blocks =
         args.mask(lengths).template key_blocks<T::kM, T::kN>(tile.block * T::kM);
     typename T::MmaPV mma_pv;
@@ -98,7 +98,7 @@ struct FwdConsumer {
   CUTLASS_DEVICE BlockRange own_blocks(Tile tile, Lengths lengths, BlockRange blocks) const {
     if constexpr (T::kOwnRange) {
       int const first = first_query(tile);
-      if (first >= args.sequences.q(lengths)) return {blocks.begin, blocks.begin};
+      if (first >= args.length_q(lengths)) return {blocks.begin, blocks.begin};
       return args.mask(lengths).template key_blocks<kRowsPerWarpgroup, T::kN>(first);
     }
     return blocks;
@@ -214,8 +214,7 @@ struct FwdConsumer {
 
   // Whether the warpgroup's rows see at most the first half of their last block (of several).
   CUTLASS_DEVICE bool ends_in_half(Tile tile, Lengths lengths, BlockRange blocks) const {
-    int const last_query =
-        min(first_query(tile) + kRowsPerWarpgroup, args.sequences.q(lengths)) - 1;
+    int const last_query = min(first_query(tile) + kRowsPerWarpgroup, args.length_q(lengths)) - 1;
     int const last = blocks.end - 1;
     return last > blocks.begin &&
            args.mask(lengths).last_key(last_query) < last * T::kN + T::kN / 2;
@@ -237,13 +236,15 @@ struct FwdConsumer {
     Tensor rounded = make_tensor<Element>(o.layout());
     convert(o, rounded);
     stage_warp_rows<T::kM, T::kHeadDim>(rounded, smem.q[q_at.slot], row);
-    store_warp_rows<T::kM, T::kHeadDim>(
-        args.o, smem.q[q_at.slot], row,
-        TileCoord{tile.block * T::kM, tile.head, args.sequences.slot_q(tile.batch)});
+    store_warp_rows<T::kM, T::kHeadDim>(args.o, smem.q[q_at.slot], row, output_coord(tile));
     // The slot is the producer's again once the store has read it.
     if (threadIdx.x % kThreadsPerWarp == 0) tma_store_wait<0>();
     smem.q_ring.release(q_at);
     q_at.advance();
+  }
+
+  CUTLASS_DEVICE auto output_coord(Tile tile) const {
+    return TileCoord{tile.block * T::kM, tile.head, T::Sequences::slot_q(tile.batch)};
   }
 
   // Rows of the slot that its sequence does not use: they were loaded as zeros, which are queries
@@ -264,22 +265,23 @@ struct FwdConsumer {
   // The first row of the tile's sequence in lse, in rows, and the end of those to write.
   CUTLASS_DEVICE int64_t lse_row_0(Tile tile) const {
     if constexpr (T::kPacked) {
-      return int64_t(tile.head) * args.sequences.total_q + tile.batch.q.start;
+      return int64_t(tile.head) * args.seqlen_q + tile.batch.q.start;
     } else {
       int64_t const head = int64_t(tile.batch) * args.num_heads_q + tile.head;
-      return head * args.sequences.seqlen_q;
+      return head * args.seqlen_q;
     }
   }
   CUTLASS_DEVICE int lse_rows_end(Tile tile) const {
     if constexpr (T::kPacked) {
       return tile.batch.slot;
     } else {
-      return args.sequences.seqlen_q;
+      return args.seqlen_q;
     }
   }
 
   CUTLASS_DEVICE void write_lse(Tile tile, float const (&lse)[2]) const {
-    float* const rows = args.lse + lse_row_0(tile);
+    int64_t const row_0 = lse_row_0(tile);
+    float* const rows = args.lse + row_0;
     int const first_row = tile.block * T::kM + warp_row_in_tile(warpgroup) + lane_first_row();
     if (threadIdx.x % 4 != 0) return;  // the quad's four lanes hold the same rows
     CUTLASS_PRAGMA_UNROLL

@@ -57,7 +57,7 @@ struct FwdProducer {
   // that run side by side then read the same blocks at about the same time, which L2 serves better
   // than a staggered start (E006).
   CUTLASS_DEVICE void load(Tile tile) {
-    BlockRange const blocks = args.mask(args.sequences.lengths(tile.batch))
+    BlockRange const blocks = args.mask(T::Sequences::lengths(tile.batch))
                                   .template key_blocks<T::kM, T::kN>(tile.block * T::kM);
     load_q(tile);  // even if no row of the tile sees a key: the slot also carries O out
     if (blocks.begin == blocks.end) return;
@@ -75,7 +75,7 @@ struct FwdProducer {
     smem.q_ring.expect_bytes(q_at, T::kQBytes);
     tma_load_tile<T::kM, T::kHeadDim>(
         args.q, smem.q_ring.full(q_at), smem.q[q_at.slot],
-        TileCoord{tile.block * T::kM, tile.head, args.sequences.rows_q(tile.batch)},
+        TileCoord{tile.block * T::kM, tile.head, T::Sequences::rows_q(tile.batch)},
         CacheHint::kEvictFirst);
     q_at.advance();
   }
@@ -97,7 +97,7 @@ struct FwdProducer {
   }
 
   CUTLASS_DEVICE auto kv_coord(Tile tile, int n_block) const {
-    return TileCoord{n_block * T::kN, kv_head(tile), args.sequences.rows_k(tile.batch)};
+    return TileCoord{n_block * T::kN, kv_head(tile), T::Sequences::rows_k(tile.batch)};
   }
 
   CUTLASS_DEVICE int kv_head(Tile tile) const {
