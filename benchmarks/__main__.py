@@ -103,7 +103,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         )
     command = commands.add_parser("shapes", help="time shapes that people run")
     command.add_argument("--mode", choices=("fwd", "bwd"), default="fwd")
-    command.add_argument("--match", default="", help="only shapes whose name holds this text")
+    command.add_argument(
+        "--match", default="", help="regular expression: only shapes with such a name"
+    )
     measuring_arguments(command)
     peers_arguments(command)
     timing_arguments(command)

@@ -1,5 +1,6 @@
 """What is measured: one `Cell` is one shape in one mode; `grid` and `named_cells` list the cells of a run."""
 
+import re
 from dataclasses import asdict, dataclass
 
 import torch
@@ -102,12 +103,13 @@ NAMED = (
 
 
 def named_cells(mode: str, dtype: str = "bf16", match: str = "") -> list[Cell]:
-    """Shapes that people run, those whose name holds `match`. Raises ValueError when none does."""
+    """Shapes that people run, those in whose name the regular expression `match` is found. Raises ValueError when it is
+    in none."""
     found = [
         Cell(mode, dtype, d, mask == "causal", sq, batch, heads, heads_kv, sk, name)
         for name, batch, heads, heads_kv, d, mask, sq, sk in NAMED
-        if match in name
+        if re.search(match, name)
     ]
     if not found:
-        raise ValueError(f"--match: no shape's name holds {match!r}")
+        raise ValueError(f"--match: {match!r} is found in no shape's name")
     return found
