@@ -330,7 +330,7 @@ def test_shapes_command_end_to_end(tmp_path, capsys, monkeypatch):
     assert re.search(r"\| some queries +\|.*\(sdpa\) \|", table)
     assert re.search(r"\| a prompt +\|.*\(sdpa\) \|", table)
     assert main(["shapes", *quick.split(), "--match", "nothing like it"]) == 2
-    assert "no shape's name holds 'nothing like it'" in capsys.readouterr().err
+    assert "'nothing like it' is found in no shape's name" in capsys.readouterr().err
 
 
 def test_bad_arguments_give_one_line_and_status_2(capsys):
