@@ -24,8 +24,8 @@ inline void check_dtype(Tensor const& q, int32_t dtype) {
 }
 
 inline void check_head_dim(char const* name, int64_t head_dim) {
-  STD_TORCH_CHECK(head_dim > 0 && head_dim % 8 == 0, name,
-                  ": head_dim must be a multiple of 8, got ", head_dim);
+  bool const fits = head_dim > 0 && head_dim % 8 == 0;
+  STD_TORCH_CHECK(fits, name, ": head_dim must be a multiple of 8, got ", head_dim);
 }
 
 inline void check_heads(int64_t num_heads_q, int64_t num_heads_kv) {

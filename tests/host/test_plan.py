@@ -60,7 +60,8 @@ def test_backward_grid_is_one_cluster_per_key_block_of_a_kv_head(name, shape):
     assert found["cluster_size"] in (1, 2, 4, 8)
 
 
-# batch, seqlen, num_heads_q, num_heads_kv -> cluster size with a full and with a causal mask, on 132 SMs
+# batch, seqlen in rows that own 128 keys a CTA, num_heads_q, num_heads_kv -> cluster size with a full and with a causal
+# mask, on 132 SMs
 CLUSTERS = {
     "every query head has its own keys": ((1, 512, 8, 8), (1, 1)),
     "a group of 4, one wave of CTAs": ((1, 8192, 8, 2), (1, 2)),
@@ -77,6 +78,7 @@ CLUSTERS = {
 @pytest.mark.parametrize("name", BACKWARD)
 def test_query_heads_of_a_group_are_divided_where_sms_would_idle(name, shape, sizes):
     batch, seqlen, num_heads_q, num_heads_kv = shape
+    seqlen = seqlen * ROWS[name]["tile"]["n"] // 128  # as many blocks of keys in every row
     found = plan(name, (batch, seqlen, seqlen, num_heads_q, num_heads_kv))
     size = sizes[ROWS[name]["mask"] == "causal"]
     assert found["cluster_size"] == size
