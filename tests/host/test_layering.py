@@ -159,6 +159,8 @@ def cpp_functions(text):
             )
             if not opened and starts:
                 start = number
+            if not opened and line.endswith(";"):
+                start = None  # a statement or a declaration
             if start is not None and not opened and line.endswith("{") and number >= start:
                 signature = " ".join(lines[start : number + 1])
                 opened = "(" in signature and not re.match(
