@@ -81,3 +81,81 @@ def flash_attn_func(
     softmax_scale = head_dim**-0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
     out, lse = autograd.attention(q, k, v, softmax_scale, causal, deterministic)
     return (out, lse) if return_lse or return_attn_probs else out
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = _NO_WINDOW,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    *,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`flash_attn_func` of one tensor that holds q, k and v, as a projection leaves them. Nothing is copied.
+
+    Args:
+        qkv: (batch, seqlen, 3, heads, head_dim); or, with ``num_heads_q``, (batch, seqlen, heads, head_dim) with the
+            heads of q first, then those of k, then as many of v.
+        num_heads_q: the number of q's heads in a qkv of four dimensions.
+        others: as in ``flash_attn_func``.
+
+    Returns:
+        out, or (out, lse): as ``flash_attn_func``. The gradient of qkv comes as one tensor.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, RuntimeError: as ``flash_attn_func``; ValueError too for a qkv of
+            another shape, or a num_heads_q that does not divide it.
+    """
+    q, k, v = _unpack(qkv, num_heads_q)
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        softmax_scale,
+        causal,
+        None,
+        q_descale,
+        k_descale,
+        v_descale,
+        window_size,
+        attention_chunk,
+        softcap,
+        deterministic=deterministic,
+        sm_margin=sm_margin,
+        return_attn_probs=return_attn_probs,
+        return_lse=return_lse,
+    )
+
+
+def _unpack(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, ...]:
+    """q, k and v as views."""
+    if not isinstance(qkv, Tensor):
+        raise TypeError(f"qkv: must be a torch.Tensor, got {type(qkv).__name__}")
+    if num_heads_q is None:
+        if qkv.dim() != 5 or qkv.shape[2] != 3:
+            raise ValueError(
+                f"qkv: must be (batch, seqlen, 3, heads, head_dim), or of four dimensions with num_heads_q, got shape "
+                f"{tuple(qkv.shape)}"
+            )
+        return qkv.unbind(2)
+    if qkv.dim() != 4:
+        raise ValueError(
+            f"qkv: must be (batch, seqlen, heads, head_dim) with num_heads_q, got shape {tuple(qkv.shape)}"
+        )
+    if not isinstance(num_heads_q, int) or isinstance(num_heads_q, bool):
+        raise TypeError(f"num_heads_q: must be an int or None, got {num_heads_q!r}")
+    heads_kv, rest = divmod(qkv.shape[2] - num_heads_q, 2)
+    if num_heads_q < 1 or heads_kv < 1 or rest:
+        raise ValueError(
+            f"num_heads_q: must leave an even number of qkv's {qkv.shape[2]} heads for k and v, got {num_heads_q}"
+        )
+    return qkv.split([num_heads_q, heads_kv, heads_kv], 2)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash3 import functional
+from flash3 import functional, varlen
 from flash3.distributed import layout
-from flash3.distributed.call import Call, checked
+from flash3.distributed.call import Call, checked, checked_packed
 from flash3.distributed.communicator import Communicator, communicator
 
 
@@ -35,19 +35,66 @@ def ulysses_attn_func(
     """
     comm = communicator(group)
     call = checked(comm, q, k, v, softmax_scale, causal, deterministic, order)
-    _check_heads(comm.size, q.shape[2], k.shape[2])
-    copies = max(1, comm.size // k.shape[2])
-    if copies > 1:
-        k, v = (x.repeat_interleave(copies, 2) for x in (k, v))
-    q, k, v = (_HeadsForPositions.apply(x, call) for x in (q, k, v))
+    q, k, v = _to_heads(call, q, k, v)
     out, lse = functional.flash_attn_func(
         q, k, v, call.softmax_scale, causal, deterministic=deterministic, return_lse=True
     )
     out = _PositionsForHeads.apply(out, call)
-    if not return_lse:
-        return out
+    return (out, _lse_to_positions(call, lse)) if return_lse else out
+
+
+def ulysses_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    group=None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    *,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    order: str = "zigzag",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`ulysses_attn_func` for packed documents, one after the other, cut for the ranks wherever it falls.
+
+    Arguments, results and errors are those of :func:`flash3.distributed.allgather_attn_varlen_func`, but for
+    heads_per_step; the numbers of heads are bound as in :func:`ulysses_attn_func`.
+    """
+    comm = communicator(group)
+    call = checked_packed(comm, q, k, v, cu_seqlens, softmax_scale, causal, deterministic, order)
+    q, k, v = (x.squeeze(0) for x in _to_heads(call, *(x.unsqueeze(0) for x in (q, k, v))))
+    out, lse = varlen.flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens,
+        cu_seqlens,
+        q.shape[0],
+        q.shape[0],
+        softmax_scale=call.softmax_scale,
+        causal=causal,
+        deterministic=deterministic,
+        return_lse=True,
+    )
+    out = _PositionsForHeads.apply(out.unsqueeze(0), call).squeeze(0)
+    return (out, _lse_to_positions(call, lse.unsqueeze(0)).squeeze(0)) if return_lse else out
+
+
+def _to_heads(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """This rank's heads of the whole sequence, from all heads (b, local, heads, d) of its part."""
+    size = call.comm.size
+    _check_heads(size, q.shape[2], k.shape[2])
+    copies = max(1, size // k.shape[2])
+    if copies > 1:
+        k, v = (x.repeat_interleave(copies, 2) for x in (k, v))
+    return tuple(_HeadsForPositions.apply(x, call) for x in (q, k, v))
+
+
+def _lse_to_positions(call: Call, lse: Tensor) -> Tensor:
+    """(b, heads / size, whole) -> (b, heads, local)."""
     lse = _PositionsForHeads.apply(lse.transpose(1, 2).unsqueeze(-1), call)
-    return out, lse.squeeze(-1).transpose(1, 2)
+    return lse.squeeze(-1).transpose(1, 2)
 
 
 def _check_heads(size: int, heads_q: int, heads_kv: int) -> None:

@@ -21,6 +21,7 @@ from flash3.distributed import (
     ring_attn_func,
     shard_sequence,
     ulysses_attn_func,
+    ulysses_attn_varlen_func,
     unshard_sequence,
 )
 from flash3.distributed.communicator import communicator
@@ -117,10 +118,11 @@ def packed_inputs(size: int, dtype=torch.float64, device="cpu"):
     return q, k, v, dout, dlse, cu_seqlens
 
 
+@pytest.mark.parametrize("function", [allgather_attn_varlen_func, ulysses_attn_varlen_func])
 @pytest.mark.parametrize("order", layout.ORDERS)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_packed_documents(size, causal, order):
+def test_packed_documents(size, causal, order, function):
     """Documents that begin and end anywhere in a rank's shard are those of one process."""
     *whole, cu_seqlens = packed_inputs(size)
     leaves = [x.requires_grad_() for x in whole[:3]]
@@ -132,9 +134,7 @@ def test_packed_documents(size, causal, order):
         q, k, v, dout = (layout.shard(x.detach(), comm.rank, size, 0, order) for x in whole[:4])
         dlse = layout.shard(whole[4], comm.rank, size, 1, order)
         qkv = [x.requires_grad_() for x in (q, k, v)]
-        results = allgather_attn_varlen_func(
-            *qkv, cu_seqlens, comm, causal=causal, heads_per_step=1, order=order, return_lse=True
-        )
+        results = function(*qkv, cu_seqlens, comm, causal=causal, order=order, return_lse=True)
         results += torch.autograd.grad(results, qkv, (dout, dlse))
         return [
             unshard_sequence(x.detach(), comm, int(i == 1), order=order)
@@ -146,7 +146,8 @@ def test_packed_documents(size, causal, order):
             torch.testing.assert_close(x, y.detach(), rtol=1e-12, atol=1e-12)
 
 
-def test_bad_packed_documents():
+@pytest.mark.parametrize("function", [allgather_attn_varlen_func, ulysses_attn_varlen_func])
+def test_bad_packed_documents(function):
     q, k, v, _, _, cu_seqlens = packed_inputs(2)
     bad = {
         "cu_seqlens_q: dtype": (q, k, v, cu_seqlens.long()),
@@ -155,9 +156,7 @@ def test_bad_packed_documents():
         "q: must be (rows, heads, head_dim)": (q[None], k, v, cu_seqlens),
     }
     for words, arguments in bad.items():
-        for message in run_threads(
-            2, lambda comm, a=arguments: _error(lambda: allgather_attn_varlen_func(*a, comm))
-        ):
+        for message in run_threads(2, lambda comm, a=arguments: _error(lambda: function(*a, comm))):
             assert words in message
 
 

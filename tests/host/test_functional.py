@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import re
 
 import pytest
 import torch
@@ -172,3 +173,58 @@ def test_reason_for_missing_kernels(monkeypatch):
     assert "pip install" in import_that_fails(ModuleNotFoundError("none", name="flash3._C"))
     assert "undefined symbol" in import_that_fails(ImportError("undefined symbol: x"))
     assert "libcudart" in import_that_fails(ModuleNotFoundError("libcudart", name="libcudart"))
+
+
+# flash_attn_qkvpacked_func
+
+
+def test_packed_parameters_are_those_of_flash_attention_3():
+    parameters = inspect.signature(flash3.flash_attn_qkvpacked_func).parameters
+    positional = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert " ".join(positional) == (
+        "qkv softmax_scale causal q_descale k_descale v_descale window_size attention_chunk softcap deterministic "
+        "num_heads_q sm_margin return_attn_probs"
+    )
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_qkv_in_one_tensor(heads, causal):
+    heads_q, heads_kv = heads
+    qkv = torch.randn(2, 9, heads_q + 2 * heads_kv, 16, dtype=torch.float64, requires_grad=True)
+    q, k, v = qkv.split([heads_q, heads_kv, heads_kv], 2)
+    expected = flash3.flash_attn_func(q, k, v, 0.3, causal, return_lse=True)
+    results = flash3.flash_attn_qkvpacked_func(
+        qkv, 0.3, causal, num_heads_q=heads_q, return_lse=True
+    )
+    if heads_q == heads_kv:
+        five = flash3.flash_attn_qkvpacked_func(qkv.unflatten(2, (3, -1)), 0.3, causal)
+        assert torch.equal(five, expected[0])
+    gradients = [
+        torch.autograd.grad(out.sin().sum() + lse.sum(), qkv)[0] for out, lse in (results, expected)
+    ]
+    assert all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_heads_q", "message"),
+    [
+        ((2, 9, 6, 16), None, "qkv: must be (batch, seqlen, 3, heads, head_dim)"),
+        ((2, 9, 2, 4, 16), None, "qkv: must be (batch, seqlen, 3, heads, head_dim)"),
+        ((2, 9, 3, 4, 16), 4, "qkv: must be (batch, seqlen, heads, head_dim)"),
+        ((2, 9, 6, 16), 3, "num_heads_q: must leave an even number of qkv's 6 heads"),
+        ((2, 9, 6, 16), 6, "num_heads_q: must leave an even number"),
+        ((2, 9, 6, 16), 0, "num_heads_q: must leave an even number"),
+    ],
+)
+def test_qkv_of_another_shape(shape, num_heads_q, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        flash3.flash_attn_qkvpacked_func(torch.zeros(shape), num_heads_q=num_heads_q)
+
+
+def test_qkv_of_another_kind():
+    with pytest.raises(TypeError, match=r"qkv: must be a torch\.Tensor, got list"):
+        flash3.flash_attn_qkvpacked_func([1])
+    with pytest.raises(TypeError, match=r"num_heads_q: must be an int or None, got 2\.0"):
+        flash3.flash_attn_qkvpacked_func(torch.zeros(1, 2, 6, 8), num_heads_q=2.0)
