@@ -128,10 +128,10 @@ def communicator(group: dist.ProcessGroup | DeviceMesh | Communicator | None) ->
         )
     if group is None:
         return Communicator(dist.group.WORLD)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group returns to the others
+        raise ValueError("group: this process is not a member of it")
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
             f"group: must be a ProcessGroup, a DeviceMesh or None, got {type(group).__name__}"
         )
-    if dist.get_rank(group) < 0:
-        raise ValueError("group: this process is not a member of it")
     return Communicator(group)

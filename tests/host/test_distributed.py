@@ -322,6 +322,23 @@ def test_uneven_shards_are_refused_on_every_rank():
         assert "rank 0: 4, rank 1: 6" in message[0]
 
 
+def wrong_groups(rank: int, size: int) -> list[str]:
+    q = torch.ones(1, 4, 2, 8)
+    two_dimensions = init_device_mesh("cpu", (1, size))
+    first_alone = dist.new_group([0])
+    groups = [two_dimensions, "cp", *([first_alone] if rank == 1 else [])]
+    return [_error(lambda g=group: ring_attn_func(q, q, q, g)) for group in groups]
+
+
+@pytest.mark.slow
+def test_wrong_groups():
+    for messages in run_processes(2, _checked(wrong_groups)):
+        (found,) = messages
+        assert "group: a DeviceMesh must have one dimension, got 2" in found[0]
+        assert "TypeError: group: must be a ProcessGroup, a DeviceMesh or None, got str" in found[1]
+    assert "group: this process is not a member of it" in found[2]
+
+
 class _checked:
     """Hides a text result from the harness, for which texts are failures."""
 

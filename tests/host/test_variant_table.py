@@ -4,7 +4,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from variants import generate, limits
+from variants import document, generate, limits
 from variants.table import BACKWARD, CORE, DTYPES, FORWARD, LAYOUTS, MASKS, all_rows
 
 HEAD_DIMS = {"fwd": {64, 128, 192, 256}, "bwd": {64, 128, 256}}
@@ -175,3 +175,8 @@ def test_generation_is_deterministic_and_touches_only_what_changed(tmp_path):
         p: text for p, (text, _) in before.items()
     }
     assert [path for path in before if after[path] != before[path]] == [sources[0]]
+
+
+def test_the_document_lists_the_table_as_it_is():
+    """Written by `python csrc/variants/document.py --write`."""
+    assert document.DOCUMENT.read_text() == document.document()
