@@ -36,10 +36,14 @@ def is_available(device: torch.device | str | int | None = None) -> bool:
     return torch.cuda.get_device_capability(device) == HOPPER
 
 
-@torch.compiler.assume_constant_result
 def accepted_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
     """The dtypes that flash3 computes on ``device``; raises for a device that it cannot run on."""
     return _query_accepted_dtypes(device)
+
+
+# What torch.compiler.assume_constant_result sets. The decorator itself imports the whole compiler, which takes two
+# seconds of every `import flash3`; tests/host/test_compile.py notices if torch should look for another mark.
+accepted_dtypes._dynamo_marked_constant = True
 
 
 @functools.cache  # a capability query costs more than all other checks together

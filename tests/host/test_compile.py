@@ -1,6 +1,8 @@
 """torch.compile(fullgraph=True) and torch.export of flash_attn_func, on CPU."""
 
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -37,6 +39,26 @@ def results(function, case):
     tensors = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     out = function(*tensors)
     return out.detach(), *torch.autograd.grad(out, tensors, inputs.dout)
+
+
+def test_the_query_of_the_device_is_not_traced(monkeypatch):
+    """It is marked as constant by hand (flash3/checks.py): torch must look for that mark."""
+
+    def breaks_a_graph(device):
+        torch._dynamo.graph_break()
+        return checks.REFERENCE_DTYPES
+
+    monkeypatch.setattr(checks, "_query_accepted_dtypes", breaks_a_graph)
+    inputs = Case(9, 12, 16).inputs(torch.float32)
+    compiled = torch.compile(flash3.flash_attn_func, fullgraph=True, backend="aot_eager")
+    out = compiled(inputs.q, inputs.k, inputs.v)
+    torch.testing.assert_close(out, flash3.flash_attn_func(inputs.q, inputs.k, inputs.v))
+
+
+def test_import_leaves_the_compiler_alone():
+    """It would take seconds."""
+    code = "import sys, flash3, flash3.distributed; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
