@@ -7,12 +7,16 @@ the argument, what it got and what is accepted.
 from __future__ import annotations
 
 import functools
+import os
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from flash3.ops import kernels_missing
+
+# Checks that wait for the device: what tensors of lengths hold, whether ranks agree at every call.
+DEBUG = os.environ.get("FLASH3_DEBUG", "0") not in ("", "0")
 
 HOPPER = (
     9,

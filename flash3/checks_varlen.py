@@ -7,14 +7,12 @@ FLASH3_DEBUG=1 in the environment.
 from __future__ import annotations
 
 import itertools
-import os
 
 import torch
 from torch import Tensor
 
 from flash3 import checks
 
-DEBUG = os.environ.get("FLASH3_DEBUG", "0") not in ("", "0")
 MAX_ROWS = 2**30  # of a packed tensor, as the kernels address it
 
 
@@ -30,7 +28,7 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, sequences: tuple, longest: tuple
     """
     head_dim = check_packed_tensors(q, k, v)
     check_sequences(q.device, sequences, longest)
-    if DEBUG and not torch.compiler.is_compiling():
+    if checks.DEBUG and not torch.compiler.is_compiling():
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = sequences
         _check_side("q", q.shape[0], cu_seqlens_q, longest[0], seqused_q)
         _check_side("k", k.shape[0], cu_seqlens_k, longest[1], seqused_k)

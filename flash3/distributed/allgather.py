@@ -7,13 +7,14 @@ work on these, and the gradients of these are returned to their owners while the
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from flash3 import reference
 from flash3.distributed import layout
-from flash3.distributed.call import Call, checked, checked_packed
+from flash3.distributed.call import Call, DistributedAttention, checked, checked_packed
 from flash3.distributed.chunks import DenseChunks, PackedChunks
 from flash3.distributed.communicator import Arrival, communicator
 
@@ -35,7 +36,7 @@ def allgather_attn_func(
 
     Arguments, results and errors are those of :func:`flash3.distributed.ring_attn_func`, and one more. Few large
     calls instead of one per rank, for memory: the keys and values of ``heads_per_step`` heads of the whole sequence,
-    twice.
+    three times (as they arrive, as they came, and in order).
 
     Args:
         heads_per_step: key/value heads that are gathered at once, a divisor of heads_kv. None chooses a quarter of
@@ -44,7 +45,7 @@ def allgather_attn_func(
     comm = communicator(group)
     call = checked(comm, q, k, v, softmax_scale, causal, deterministic, order)
     heads = _heads_at_once(heads_per_step, k.shape[2])
-    out, lse = _AllGatherAttention.apply(q, k, v, call, DenseChunks(call), heads)
+    out, lse = DistributedAttention.apply(q, k, v, _AllGather(call, DenseChunks(call), heads))
     return (out, lse) if return_lse else out
 
 
@@ -86,9 +87,8 @@ def allgather_attn_varlen_func(
     comm = communicator(group)
     call = checked_packed(comm, q, k, v, cu_seqlens, softmax_scale, causal, deterministic, order)
     heads = _heads_at_once(heads_per_step, k.shape[1])
-    chunks = PackedChunks(call, cu_seqlens, q.shape[0])
-    one_batch = (x.unsqueeze(0) for x in (q, k, v))
-    out, lse = _AllGatherAttention.apply(*one_batch, call, chunks, heads)
+    method = _AllGather(call, PackedChunks(call, cu_seqlens, q.shape[0]), heads)
+    out, lse = DistributedAttention.apply(*(x.unsqueeze(0) for x in (q, k, v)), method)
     return (out.squeeze(0), lse.squeeze(0)) if return_lse else out.squeeze(0)
 
 
@@ -104,27 +104,17 @@ def _heads_at_once(asked: int | None, heads_kv: int) -> int:
     return asked
 
 
-class _AllGatherAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, call, chunks, heads):
-        with torch._C._AutoDispatchBelowAutograd():
-            out, lse = _forward(q, k, v, call, chunks, heads)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call, ctx.chunks, ctx.heads = call, chunks, heads
-        ctx.set_materialize_grads(False)
-        return out, lse
+@dataclass(frozen=True)
+class _AllGather:
+    call: Call
+    chunks: DenseChunks | PackedChunks
+    heads: int  # key/value heads at a time
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dout, dlse):
-        if dout is None and dlse is None:
-            return (None,) * 6
-        q, k, v, out, lse = ctx.saved_tensors
-        if dout is None:
-            dout = torch.zeros_like(out)
-        with torch._C._AutoDispatchBelowAutograd():
-            gradients = _backward(dout, q, k, v, out, lse, dlse, ctx.call, ctx.chunks, ctx.heads)
-        return *gradients, None, None, None
+    def forward(self, q, k, v):
+        return _forward(q, k, v, self.call, self.chunks, self.heads)
+
+    def backward(self, *tensors):
+        return _backward(*tensors, self.call, self.chunks, self.heads)
 
 
 def _gathered(k: Tensor, v: Tensor, call: Call, heads: int) -> Iterator[tuple[int, Tensor, Tensor]]:

@@ -1,9 +1,11 @@
-"""What the distributed functions have in common: checked arguments, and the operators on local tensors."""
+"""What the distributed functions share: checked arguments, the operators on local tensors, the autograd node."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from flash3 import checks, checks_varlen, ops
@@ -46,6 +48,49 @@ class Call:
         return ops.bwd(
             dout, q, k, v, out, lse, dlse, self.softmax_scale, causal, self.deterministic
         )
+
+
+class Method(Protocol):
+    """A way to compute attention over several ranks, forward and backward, on this rank's tensors."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """out and lse."""
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dlse: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv."""
+
+
+class DistributedAttention(torch.autograd.Function):
+    """The autograd node of a method."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, method: Method):
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse = method.forward(q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.method = method
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout, dlse):
+        if dout is None and dlse is None:
+            return None, None, None, None
+        q, k, v, out, lse = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(out)
+        with torch._C._AutoDispatchBelowAutograd():
+            return *ctx.method.backward(dout, q, k, v, out, lse, dlse), None
 
 
 def checked(

@@ -6,7 +6,6 @@ returns. NCCL waits on the device, so the CPU never does; gloo waits on the CPU.
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Sequence
 
@@ -14,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+
+from flash3 import checks
 
 # torch 2.13 gave it a new name and deprecated the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -75,12 +76,12 @@ class Communicator:
         """Raises ValueError on every rank if the ranks' numbers differ.
 
         It costs a collective and waits for its result, so with NCCL it is done for numbers that this rank has not
-        passed to the group before, or always with the environment variable FLASH3_DEBUG=1. Ranks that disagree later
+        passed to the group before, or always with FLASH3_DEBUG=1 in the environment. Ranks that disagree later
         are stopped by the timeout of the group.
         """
         numbers = tuple(what.values())
         seen = _checked.setdefault(self._group, set())
-        if numbers in seen and device.type != "cpu" and os.environ.get("FLASH3_DEBUG") != "1":
+        if numbers in seen and device.type != "cpu" and not checks.DEBUG:
             return
         mine = torch.tensor(numbers, dtype=torch.int64, device=device)
         (everyone,) = self.gather(mine).wait()

@@ -8,14 +8,14 @@ one step behind, and end at home.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import zip_longest
 
-import torch
 from torch import Tensor
 
 from flash3 import reference
 from flash3.distributed import layout
-from flash3.distributed.call import Call, checked
+from flash3.distributed.call import Call, DistributedAttention, checked
 from flash3.distributed.communicator import communicator
 from flash3.distributed.layout import Half
 from flash3.distributed.partial import RunningOutput, RunningSum
@@ -62,30 +62,19 @@ def ring_attn_func(
         RuntimeError: torch.distributed is not initialized, or a rank of the group did not answer in time.
     """
     call = checked(communicator(group), q, k, v, softmax_scale, causal, deterministic, order)
-    out, lse = _RingAttention.apply(q, k, v, call)
+    out, lse = DistributedAttention.apply(q, k, v, _Ring(call))
     return (out, lse) if return_lse else out
 
 
-class _RingAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, call):
-        with torch._C._AutoDispatchBelowAutograd():
-            out, lse = _forward(q, k, v, call)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        return out, lse
+@dataclass(frozen=True)
+class _Ring:
+    call: Call
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dout, dlse):
-        if dout is None and dlse is None:
-            return None, None, None, None
-        q, k, v, out, lse = ctx.saved_tensors
-        if dout is None:
-            dout = torch.zeros_like(out)
-        with torch._C._AutoDispatchBelowAutograd():
-            return *_backward(dout, q, k, v, out, lse, dlse, ctx.call), None
+    def forward(self, q, k, v):
+        return _forward(q, k, v, self.call)
+
+    def backward(self, *tensors):
+        return _backward(*tensors, self.call)
 
 
 def _blocks(call: Call) -> list[layout.Block | None]:

@@ -39,7 +39,7 @@ def ulysses_attn_func(
     out, lse = functional.flash_attn_func(
         q, k, v, call.softmax_scale, causal, deterministic=deterministic, return_lse=True
     )
-    out = _PositionsForHeads.apply(out, call)
+    out = _to_positions(call, out)
     return (out, _lse_to_positions(call, lse)) if return_lse else out
 
 
@@ -77,7 +77,7 @@ def ulysses_attn_varlen_func(
         deterministic=deterministic,
         return_lse=True,
     )
-    out = _PositionsForHeads.apply(out.unsqueeze(0), call).squeeze(0)
+    out = _to_positions(call, out.unsqueeze(0)).squeeze(0)
     return (out, _lse_to_positions(call, lse.unsqueeze(0)).squeeze(0)) if return_lse else out
 
 
@@ -88,13 +88,19 @@ def _to_heads(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]
     copies = max(1, size // k.shape[2])
     if copies > 1:
         k, v = (x.repeat_interleave(copies, 2) for x in (k, v))
-    return tuple(_HeadsForPositions.apply(x, call) for x in (q, k, v))
+    return tuple(
+        _Exchange.apply(x, call, _heads_for_positions, _positions_for_heads) for x in (q, k, v)
+    )
+
+
+def _to_positions(call: Call, x: Tensor) -> Tensor:
+    """All heads of this rank's part, from its heads of the whole."""
+    return _Exchange.apply(x, call, _positions_for_heads, _heads_for_positions)
 
 
 def _lse_to_positions(call: Call, lse: Tensor) -> Tensor:
     """(b, heads / size, whole) -> (b, heads, local)."""
-    lse = _PositionsForHeads.apply(lse.transpose(1, 2).unsqueeze(-1), call)
-    return lse.squeeze(-1).transpose(1, 2)
+    return _to_positions(call, lse.transpose(1, 2).unsqueeze(-1)).squeeze(-1).transpose(1, 2)
 
 
 def _check_heads(size: int, heads_q: int, heads_kv: int) -> None:
@@ -110,35 +116,22 @@ def _check_heads(size: int, heads_q: int, heads_kv: int) -> None:
         )
 
 
-class _HeadsForPositions(torch.autograd.Function):
-    """(b, local, heads, d) -> (b, whole, heads / size, d)."""
+class _Exchange(torch.autograd.Function):
+    """``there`` and, for the gradient, ``back``: the two functions below."""
 
     @staticmethod
-    def forward(ctx, x, call):
-        ctx.call = call
-        return _heads_for_positions(x, call)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, gradient):
-        return _positions_for_heads(gradient, ctx.call), None
-
-
-class _PositionsForHeads(torch.autograd.Function):
-    """(b, whole, heads / size, d) -> (b, local, heads, d)."""
-
-    @staticmethod
-    def forward(ctx, x, call):
-        ctx.call = call
-        return _positions_for_heads(x, call)
+    def forward(ctx, x, call, there, back):
+        ctx.call, ctx.back = call, back
+        return there(x, call)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
-        return _heads_for_positions(gradient, ctx.call), None
+        return ctx.back(gradient, ctx.call), None, None, None
 
 
 def _heads_for_positions(x: Tensor, call: Call) -> Tensor:
+    """(b, local, heads, d) -> (b, whole, heads / size, d)."""
     comm: Communicator = call.comm
     by_rank = x.unflatten(2, (comm.size, -1)).movedim(2, 0)  # (rank, b, local, heads / size, d)
     (received,) = comm.exchange(by_rank).wait()
@@ -146,6 +139,7 @@ def _heads_for_positions(x: Tensor, call: Call) -> Tensor:
 
 
 def _positions_for_heads(x: Tensor, call: Call) -> Tensor:
+    """(b, whole, heads / size, d) -> (b, local, heads, d)."""
     comm: Communicator = call.comm
     (received,) = comm.exchange(layout.in_rank_order(x, comm.size, call.order)).wait()
-    return received.movedim(0, 2).flatten(2, 3)  # (b, local, rank * heads / size, d)
+    return received.movedim(0, 2).flatten(2, 3)

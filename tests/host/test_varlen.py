@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from varlen_cases import SMALL, Batch, both_masks
 
 import flash3
-from flash3 import autograd, checks_varlen, ops
+from flash3 import autograd, checks, ops
 
 F64 = torch.float64
 
@@ -299,7 +299,7 @@ def test_wrong_argument_is_named(changes, error, message):
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_wrong_contents_are_named_in_debug_mode(changes, message, monkeypatch):
-    monkeypatch.setattr(checks_varlen, "DEBUG", True)
+    monkeypatch.setattr(checks, "DEBUG", True)
     flash3.flash_attn_varlen_func(**small())
     with pytest.raises(ValueError) as caught:
         flash3.flash_attn_varlen_func(**small(**changes))
