@@ -83,6 +83,7 @@ Problem make_problem(Flash3Call const& call, KernelKey const& key) {
           .num_heads_q = call.num_heads_q,
           .num_heads_kv = call.num_heads_kv,
           .head_dim = call.head_dim,
+          .head_dim_v = call.head_dim,
           .softmax_scale = call.softmax_scale};
 }
 
