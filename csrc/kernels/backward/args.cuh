@@ -19,6 +19,24 @@ struct KeyTileOf {
   int first_q_head, num_q_heads;
 };
 
+// Where the walk of a CTA over its query heads and their query blocks stands. Under a causal mask a
+// head's last block comes first: every key block sees it, so that CTAs of a head start together,
+// and each is followed, not led, by those with more keys before them (deterministic sums,
+// dq_turns.cuh).
+template <MaskKind kMask>
+struct QueryBlockOf {
+  static constexpr bool kLastFirst = kMask == MaskKind::kCausal;
+  int head, m_block;
+
+  CUTLASS_DEVICE static QueryBlockOf first(int head, BlockRange blocks) {
+    return {head, kLastFirst ? blocks.end - 1 : blocks.begin};
+  }
+  CUTLASS_DEVICE void advance(BlockRange blocks) {
+    m_block += kLastFirst ? -1 : 1;
+    if (m_block == (kLastFirst ? blocks.begin - 1 : blocks.end)) *this = first(head + 1, blocks);
+  }
+};
+
 template <class Row>
 struct BwdArgs {
   using T = BwdTraits<Row>;

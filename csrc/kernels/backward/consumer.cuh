@@ -10,7 +10,7 @@
 
 #include "backward/args.cuh"
 #include "backward/cluster_sum.cuh"
-#include "backward/dq_accumulate.cuh"
+#include "backward/dq_turns.cuh"
 #include "backward/smem.cuh"
 #include "common/math.cuh"
 #include "common/stage_rows.cuh"
@@ -51,17 +51,7 @@ struct BwdConsumer {
   }
 
  private:
-  // Where the walk over the group's query heads and their query blocks stands.
-  struct QueryBlock {
-    int head, m_block;
-
-    CUTLASS_DEVICE void advance(BlockRange blocks) {
-      if (++m_block == blocks.end) {
-        m_block = blocks.begin;
-        ++head;
-      }
-    }
-  };
+  using QueryBlock = QueryBlockOf<Row::key.mask>;
 
   CUTLASS_DEVICE int consumer_thread() const { return threadIdx.x - kThreadsPerWarpgroup; }
 
@@ -104,7 +94,7 @@ struct BwdConsumer {
     Tensor tQrDs = thread_dq.partition_fragment_A(make_tensor(ds, transposed(layout_ds)));
     Tensor tQrK = thread_dq.partition_fragment_B(make_tensor(k, transposed(layout_k)));
 
-    QueryBlock at{tile.first_q_head, blocks.begin};
+    QueryBlock at = QueryBlock::first(tile.first_q_head, blocks);
     Tensor s = partition_fragment_C(mma_scores, Shape<Int<T::kN>, Int<T::kM>>{});
     Tensor dp = partition_fragment_C(mma_scores, Shape<Int<T::kN>, Int<T::kM>>{});
     smem.q_ring.wait_full(QRing::after(0));
@@ -247,16 +237,9 @@ struct BwdConsumer {
       if (holds_queries) add_to_dq_accum<T::kDqPerThread>(block_sum, dq, consumer_thread());
       return;
     }
-    BwdBarrier const own = barrier_at(BwdBarrier::kWarpgroup, warpgroup);
-    int* const turn = args.dq_turn + row / T::kM;
-    if (threadIdx.x % kThreadsPerWarpgroup == 0) {
-      await_dq_turn(turn, tile.n_block * T::kMmaWarpgroups);
-    }
-    named_barrier_sync(own, kThreadsPerWarpgroup);
+    named_barrier_sync(barrier_at(BwdBarrier::kDqTurn, warpgroup), kDqTurnThreads);
     if (holds_queries) add_to_dq_accum<T::kDqPerThread>(block_sum, dq, consumer_thread());
-    __threadfence();
-    named_barrier_sync(own, kThreadsPerWarpgroup);
-    if (threadIdx.x % kThreadsPerWarpgroup == 0) pass_dq_turn(turn);
+    named_barrier_arrive(barrier_at(BwdBarrier::kDqAdded, warpgroup), kDqTurnThreads);
   }
 
   template <class Gradient>

@@ -40,16 +40,4 @@ CUTLASS_DEVICE void add_to_dq_accum(float* block_sum, Fragment const& dq, int co
   }
 }
 
-// Deterministic sums: key block n adds to a query block after n - 1 has. `turn` counts the
-// warpgroups that have added.
-CUTLASS_DEVICE void await_dq_turn(int const* turn, int expected) {
-  int seen;
-  do {
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(turn) : "memory");
-  } while (seen < expected);
-}
-CUTLASS_DEVICE void pass_dq_turn(int* turn) {
-  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turn) : "memory");
-}
-
 }  // namespace flash3

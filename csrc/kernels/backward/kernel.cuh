@@ -4,6 +4,7 @@
 #pragma once
 
 #include "backward/consumer.cuh"
+#include "backward/dq_turns.cuh"
 #include "backward/producer.cuh"
 
 namespace flash3 {
@@ -23,7 +24,11 @@ __global__ void __launch_bounds__(BwdTraits<Row>::kThreads, 1)
   constexpr RegisterBudget kRegisters = BwdTraits<Row>::kRegisters;
   if (warpgroup_role() == Role::kProducer) {
     cutlass::arch::warpgroup_reg_dealloc<kRegisters.producer>();
+    int const warp = threadIdx.x / kThreadsPerWarp;
     if (threadIdx.x == 0) BwdProducer<Row>{args, smem}.run();
+    if (warp > 0 && warp <= BwdTraits<Row>::kMmaWarpgroups && args.dq_turn != nullptr) {
+      BwdDqTurns<Row>{args, warp - 1}.run();
+    }
   } else {
     cutlass::arch::warpgroup_reg_alloc<kRegisters.consumer>();
     BwdConsumer<Row>{args, smem, warpgroup_index() - 1}.run();

@@ -24,13 +24,12 @@ struct BwdProducer {
     if (blocks.begin >= blocks.end) return;  // no query sees these keys
     load_kv(tile);
     int const heads_end = tile.first_q_head + tile.num_q_heads;
+    auto at = QueryBlockOf<Row::key.mask>::first(tile.first_q_head, blocks);
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int head = tile.first_q_head; head < heads_end; ++head) {
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (int m = blocks.begin; m < blocks.end; ++m) {
-        load_q(tile, {m * T::kM, head, T::Sequences::rows_q(tile.batch)});
-        load_do(tile, {m * T::kM, head, T::Sequences::rows_q(tile.batch)});
-      }
+    for (; at.head < heads_end; at.advance(blocks)) {
+      Coord const coord{at.m_block * T::kM, at.head, T::Sequences::rows_q(tile.batch)};
+      load_q(tile, coord);
+      load_do(tile, coord);
     }
   }
 

@@ -88,10 +88,12 @@ struct BwdTraits {
 };
 
 enum class BwdBarrier : int {
-  kDsReady = 1,                     // every consumer has written its part of dS
-  kConsumersDone = kDsReady + 1,    // every consumer has left the main loop
-  kWarpgroup = kConsumersDone + 1,  // one per consumer warpgroup
-  kCount = kWarpgroup + 3
+  kDsReady = 1,                   // every consumer has written its part of dS
+  kConsumersDone = kDsReady + 1,  // every consumer has left the main loop
+  // Deterministic sums, one of each kind per consumer warpgroup, with its warp of dq_turns.cuh:
+  kDqTurn = kConsumersDone + 1,  // the warpgroup may add its dQ
+  kDqAdded = kDqTurn + 3,        // it has
+  kCount = kDqAdded + 3
 };
 static_assert(static_cast<int>(BwdBarrier::kCount) <= kNumNamedBarriers);
 
