@@ -17,6 +17,17 @@ struct FwdProducer {
   Ring<2>::Cursor tile_at;
 
   CUTLASS_DEVICE void run() {
+    if constexpr (T::kPublishesAhead) {
+      run_ahead();
+    } else {
+      run_in_turn();
+    }
+  }
+
+ private:
+  using Tile = typename T::TileArg;
+
+  CUTLASS_DEVICE void run_in_turn() {
     int index = args.schedule.first();
     while (index < num_tiles()) {
       // Asked for now, used after this tile's loads: the counter's latency is hidden behind them.
@@ -25,9 +36,9 @@ struct FwdProducer {
       int const slot = tile_at.slot;
       publish(tile);
       if constexpr (T::kPacked) {
-        load(smem.tiles[slot]);
+        load(smem.tiles[slot], [] {});
       } else {
-        load(tile);
+        load(tile, [] {});
       }
       args.schedule.answered(next, args.num_tiles);
       index = next;
@@ -35,8 +46,15 @@ struct FwdProducer {
     publish({.block = kNoMoreTiles});
   }
 
- private:
-  using Tile = typename T::TileArg;
+  // Where a packed tile lies is read from global memory. The next one is published in the middle of
+  // this one, where the producer would wait for slots anyway (E021).
+  CUTLASS_DEVICE void run_ahead() {
+    bool more = publish_listed(args.schedule.first());
+    while (more) {
+      int const next = args.schedule.after(0);
+      load(smem.tiles[tile_at.slot ^ 1], [&] { more = publish_listed(next); });
+    }
+  }
 
   CUTLASS_DEVICE int num_tiles() const {
     if constexpr (T::kPacked) {
@@ -44,6 +62,16 @@ struct FwdProducer {
     } else {
       return args.num_tiles;
     }
+  }
+
+  CUTLASS_DEVICE bool publish_listed(int index) {
+    bool const exists = index < num_tiles();
+    if (exists) {
+      publish(args.order(index));
+    } else {
+      publish({.block = kNoMoreTiles});
+    }
+    return exists;
   }
 
   CUTLASS_DEVICE void publish(typename T::Tile const& tile) {
@@ -56,18 +84,26 @@ struct FwdProducer {
   // Consumers need K one block ahead of V, and Q first. Every tile starts at key 0: tiles of a head
   // that run side by side then read the same blocks at about the same time, which L2 serves better
   // than a staggered start (E006).
-  CUTLASS_DEVICE void load(Tile tile) {
+  //
+  // `when_full` is called once, as soon as there is no slot left to fill at once.
+  template <class WhenFull>
+  CUTLASS_DEVICE void load(Tile tile, WhenFull when_full) {
     BlockRange const blocks = args.mask(T::Sequences::lengths(tile.batch))
                                   .template key_blocks<T::kM, T::kN>(tile.block * T::kM);
     load_q(tile);  // even if no row of the tile sees a key: the slot also carries O out
-    if (blocks.begin == blocks.end) return;
+    if (blocks.begin == blocks.end) {
+      when_full();
+      return;
+    }
     load_k(tile, blocks.begin);
     CUTLASS_PRAGMA_NO_UNROLL
     for (int n = blocks.begin + 1; n < blocks.end; ++n) {
       load_k(tile, n);
       load_v(tile, n - 1);
+      if (n == blocks.begin + 1) when_full();
     }
     load_v(tile, blocks.end - 1);
+    if (blocks.end - blocks.begin == 1) when_full();
   }
 
   CUTLASS_DEVICE void load_q(Tile tile) {

@@ -25,6 +25,10 @@ struct FwdTraits {
   // more than 24.
   static constexpr RegisterBudget kRegisters =
       kMmaWarpgroups == 3 ? RegisterBudget{32, 160} : RegisterBudget{40, 232};
+  // Of the next packed tile, before this one is loaded to the end: with 32 registers the producer
+  // would spill.
+  static constexpr bool kPublishesAhead =
+      Row::key.layout == SeqLayout::kPacked && kMmaWarpgroups == 2;
   static_assert(kM == 64 * kMmaWarpgroups, "one 64-row accumulator per warpgroup");
 
   static constexpr bool kPacked = Row::key.layout == SeqLayout::kPacked;
