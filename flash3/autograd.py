@@ -17,21 +17,28 @@ _below_autograd = torch._C._AutoDispatchBelowAutograd
 _transforms_active = torch._C._are_functorch_transforms_active
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool, deterministic: bool
-) -> tuple[Tensor, Tensor]:
-    """``flash3::fwd`` by the cheapest road that differentiates where it is asked to. Arguments are checked already."""
-    return _by_cheapest_road(
-        ops.fwd, FlashAttention, (q, k, v, softmax_scale, causal, deterministic)
-    )
+# The operators' arguments behind `deterministic` are the sink, then those that both passes take (_SCORES of ops.py).
+# Eager calls that need none of them leave them out; the registered formula meets all of them.
 
 
-def varlen_attention(*inputs) -> tuple[Tensor, Tensor]:
+def attention(*inputs, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """``flash3::fwd`` by the cheapest road that differentiates where it is asked to. Arguments are checked already.
+
+    Args:
+        inputs: those of the operator, in its order, the sink among them if there is one.
+        sink: the same sink.
+    """
+    return _by_cheapest_road(ops.fwd, FlashAttention, inputs, sink)
+
+
+def varlen_attention(*inputs, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """``flash3::varlen_fwd``, likewise."""
-    return _by_cheapest_road(ops.varlen_fwd, VarlenFlashAttention, inputs)
+    return _by_cheapest_road(ops.varlen_fwd, VarlenFlashAttention, inputs, sink)
 
 
-def _by_cheapest_road(op, function: type[torch.autograd.Function], inputs: tuple):
+def _by_cheapest_road(
+    op, function: type[torch.autograd.Function], inputs: tuple, sink: Tensor | None
+):
     """Calls ``op``, or ``function``, its eager autograd node. The inputs begin with q, k and v."""
     if torch.compiler.is_compiling():
         return op(*inputs)
@@ -41,7 +48,9 @@ def _by_cheapest_road(op, function: type[torch.autograd.Function], inputs: tuple
         )
     if _transforms_active():
         return op(*inputs)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:3]):
+    if torch.is_grad_enabled() and (
+        any(x.requires_grad for x in inputs[:3]) or (sink is not None and sink.requires_grad)
+    ):
         return function.apply(*inputs)
     with _below_autograd():
         return op(*inputs)
@@ -63,23 +72,36 @@ class FlashAttention(torch.autograd.Function):
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    q, k, v, ctx.softmax_scale, ctx.causal, ctx.deterministic = inputs
-    out, lse = output
-    ctx.save_for_backward(q, k, v, out, lse)
+    q, k, v, ctx.softmax_scale, ctx.causal, ctx.deterministic, *extras = inputs
+    _save(ctx, (q, k, v), output, extras)
+
+
+def _save(ctx, tensors: tuple, output: tuple[Tensor, Tensor], extras: list) -> None:
+    sink, *scores = extras or (None,)
+    ctx.scores = tuple(scores)
+    ctx.save_for_backward(*output, sink, *tensors)
     ctx.set_materialize_grads(False)  # an lse that nobody differentiates costs no tensor of zeros
 
 
 def _backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     if dout is None and dlse is None:
-        return (None,) * 6
-    q, k, v, out, lse = ctx.saved_tensors
+        return (None,) * 11
+    out, lse, sink, q, k, v = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
     args = (dout, q, k, v, out, lse, dlse, ctx.softmax_scale, ctx.causal, ctx.deterministic)
-    return (*_gradients(ops.bwd, args), None, None, None)
+    gradients = _gradients(ops.bwd, (*args, *ctx.scores))
+    if sink is None:
+        return (*gradients, *(None,) * 8)
+    dsink = _sink_gradient(ctx.needs_input_grad[6], (dout, out, lse, dlse, sink))
+    return (*gradients, None, None, None, dsink, *(None,) * 4)
 
 
-def _gradients(op, args: tuple) -> tuple[Tensor, Tensor, Tensor]:
+def _sink_gradient(wanted: bool, args: tuple) -> Tensor | None:
+    return _gradients(ops.sink_bwd, args) if wanted else None
+
+
+def _gradients(op, args: tuple):
     if (
         torch.is_grad_enabled()
     ):  # create_graph=True: the operator itself says that it has no derivative
@@ -104,25 +126,28 @@ class VarlenFlashAttention(torch.autograd.Function):
 
 
 def _setup_varlen_context(ctx, inputs, output) -> None:
-    *tensors, ctx.softmax_scale, ctx.causal, ctx.deterministic = inputs
-    ctx.save_for_backward(*tensors, *output)
-    ctx.set_materialize_grads(False)
+    *tensors, ctx.softmax_scale, ctx.causal, ctx.deterministic = inputs[:10]
+    _save(ctx, tensors, output, inputs[10:])
 
 
 def _varlen_backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     if dout is None and dlse is None:
-        return (None,) * 10
-    q, k, v, *sequences, out, lse = ctx.saved_tensors
+        return (None,) * 15
+    out, lse, sink, q, k, v, *sequences = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
     args = (dout, q, k, v, out, lse, dlse, *sequences)
-    args += (ctx.softmax_scale, ctx.causal, ctx.deterministic)
-    return (*_gradients(ops.varlen_bwd, args), *(None,) * 7)
+    args += (ctx.softmax_scale, ctx.causal, ctx.deterministic, *ctx.scores)
+    gradients = _gradients(ops.varlen_bwd, args)
+    if sink is None:
+        return (*gradients, *(None,) * 12)
+    dsink = _sink_gradient(ctx.needs_input_grad[10], (dout, out, lse, dlse, sink))
+    return (*gradients, *(None,) * 7, dsink, *(None,) * 4)
 
 
 def _backward_of_backward(ctx, *grads: Tensor) -> None:
     raise NotImplementedError(
-        "flash3: second derivatives are not supported, flash3::bwd and flash3::varlen_bwd are not differentiable"
+        "flash3: second derivatives are not supported; flash3::bwd, varlen_bwd and sink_bwd are not differentiable"
     )
 
 
@@ -132,3 +157,4 @@ torch.library.register_autograd(
     "flash3::varlen_fwd", _varlen_backward, setup_context=_setup_varlen_context
 )
 torch.library.register_autograd("flash3::varlen_bwd", _backward_of_backward)
+torch.library.register_autograd("flash3::sink_bwd", _backward_of_backward)

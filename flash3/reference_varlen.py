@@ -26,13 +26,15 @@ def varlen_forward(
     seqused_k: Tensor | None,
     softmax_scale: float,
     causal: bool,
+    *extras,
 ) -> tuple[Tensor, Tensor]:
     """Attention output and log-sum-exp of the scaled scores.
 
     Args:
         q: (total_q, hq, d) of any floating dtype. k: (total_k, hk, d), v: (total_k, hk, dv), hq a multiple of hk.
         cu_seqlens_q, cu_seqlens_k: (batch + 1) int32. seqused_q, seqused_k: (batch) int32, or None.
-        softmax_scale, causal: as in ``attention_forward``, for each sequence by itself.
+        softmax_scale, causal, extras: as in ``attention_forward``, for each sequence by itself; extras are its sink,
+            window_left, window_right, attention_chunk and softcap, or the first of them.
 
     Returns:
         out: (total_q, hq, dv), contiguous, q's dtype. lse: (hq, total_q), dtype of ``accumulate_dtype``.
@@ -41,7 +43,7 @@ def varlen_forward(
     lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=accumulate_dtype(q.dtype))
     for rows, keys in _sequences(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k):
         one_out, one_lse = attention_forward(
-            q[None, rows], k[None, keys], v[None, keys], softmax_scale, causal
+            q[None, rows], k[None, keys], v[None, keys], softmax_scale, causal, *extras
         )
         out[rows], lse[:, rows] = one_out[0], one_lse[0]
     return out, lse
@@ -61,8 +63,12 @@ def varlen_backward(
     seqused_k: Tensor | None,
     softmax_scale: float,
     causal: bool,
+    *extras,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients dq, dk, dv of :func:`varlen_forward`: contiguous, shapes and dtypes of q, k, v."""
+    """Gradients dq, dk, dv of :func:`varlen_forward`: contiguous, shapes and dtypes of q, k, v.
+
+    ``extras`` are window_left, window_right, attention_chunk and softcap, or the first of them.
+    """
     gradients = tuple(x.new_zeros(x.shape) for x in (q, k, v))
     for rows, keys in _sequences(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k):
         ones = attention_backward(
@@ -75,6 +81,7 @@ def varlen_backward(
             None if dlse is None else dlse[None, :, rows],
             softmax_scale,
             causal,
+            *extras,
         )
         for gradient, one, where in zip(gradients, ones, (rows, keys, keys), strict=True):
             gradient[where] = one[0]

@@ -8,6 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import flash3
 from flash3 import autograd, ops
 
+SCORES = "int window_left=-1, int window_right=-1, int attention_chunk=0, float softcap=0."
+
 
 def leaves(dtype=torch.float64, **fields):
     inputs = Case(7, 10, 8, **fields).inputs(dtype)
@@ -16,12 +18,13 @@ def leaves(dtype=torch.float64, **fields):
 
 def test_schemas():
     assert str(ops.fwd._schema) == (
-        "flash3::fwd(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal, bool deterministic=False)"
-        " -> (Tensor out, Tensor lse)"
+        "flash3::fwd(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal, bool deterministic=False,"
+        f" Tensor? sink=None, {SCORES}) -> (Tensor out, Tensor lse)"
     )
     assert str(ops.bwd._schema) == (
         "flash3::bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse,"
-        " float softmax_scale, bool causal, bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv)"
+        f" float softmax_scale, bool causal, bool deterministic, {SCORES})"
+        " -> (Tensor dq, Tensor dk, Tensor dv)"
     )
     assert not any(op._schema.is_mutable for op in (ops.fwd, ops.bwd))
 
@@ -87,7 +90,7 @@ def test_both_roads_give_the_same_gradients(case, which):
 def test_deterministic_reaches_the_backward(road, deterministic, monkeypatch):
     seen = []
     real = ops.bwd
-    monkeypatch.setattr(ops, "bwd", lambda *args: seen.append(args[-1]) or real(*args))
+    monkeypatch.setattr(ops, "bwd", lambda *args: seen.append(args[9]) or real(*args))
     road(*leaves(), 0.3, False, deterministic)[0].sum().backward()
     assert seen == [deterministic]
 

@@ -12,6 +12,7 @@ import flash3
 from flash3 import autograd, checks, ops
 
 F64 = torch.float64
+SCORES = "int window_left=-1, int window_right=-1, int attention_chunk=0, float softcap=0."
 
 
 def int32(*numbers):
@@ -126,11 +127,11 @@ def test_schemas():
     sequences = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k"
     assert str(ops.varlen_fwd._schema) == (
         f"flash3::varlen_fwd(Tensor q, Tensor k, Tensor v, {sequences}, float softmax_scale, bool causal,"
-        " bool deterministic=False) -> (Tensor out, Tensor lse)"
+        f" bool deterministic=False, Tensor? sink=None, {SCORES}) -> (Tensor out, Tensor lse)"
     )
     assert str(ops.varlen_bwd._schema) == (
         "flash3::varlen_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse,"
-        f" {sequences}, float softmax_scale, bool causal, bool deterministic)"
+        f" {sequences}, float softmax_scale, bool causal, bool deterministic, {SCORES})"
         " -> (Tensor dq, Tensor dk, Tensor dv)"
     )
 
