@@ -21,25 +21,21 @@ _transforms_active = torch._C._are_functorch_transforms_active
 # Eager calls that need none of them leave them out; the registered formula meets all of them.
 
 
-def attention(*inputs, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """``flash3::fwd`` by the cheapest road that differentiates where it is asked to. Arguments are checked already.
-
-    Args:
-        inputs: those of the operator, in its order, the sink among them if there is one.
-        sink: the same sink.
-    """
-    return _by_cheapest_road(ops.fwd, FlashAttention, inputs, sink)
+def attention(*inputs) -> tuple[Tensor, Tensor]:
+    """``flash3::fwd`` by the cheapest road that differentiates where it is asked to. Arguments are checked already."""
+    return _by_cheapest_road(ops.fwd, FlashAttention, inputs, inputs[6:7])
 
 
-def varlen_attention(*inputs, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def varlen_attention(*inputs) -> tuple[Tensor, Tensor]:
     """``flash3::varlen_fwd``, likewise."""
-    return _by_cheapest_road(ops.varlen_fwd, VarlenFlashAttention, inputs, sink)
+    return _by_cheapest_road(ops.varlen_fwd, VarlenFlashAttention, inputs, inputs[10:11])
 
 
-def _by_cheapest_road(
-    op, function: type[torch.autograd.Function], inputs: tuple, sink: Tensor | None
-):
-    """Calls ``op``, or ``function``, its eager autograd node. The inputs begin with q, k and v."""
+def _by_cheapest_road(op, function: type[torch.autograd.Function], inputs: tuple, sinks: tuple):
+    """Calls ``op``, or ``function``, its eager autograd node.
+
+    The inputs begin with q, k and v; ``sinks`` holds the sink, or None, of a call that has arguments so far back.
+    """
     if torch.compiler.is_compiling():
         return op(*inputs)
     if forward_ad._current_level >= 0:
@@ -49,7 +45,8 @@ def _by_cheapest_road(
     if _transforms_active():
         return op(*inputs)
     if torch.is_grad_enabled() and (
-        any(x.requires_grad for x in inputs[:3]) or (sink is not None and sink.requires_grad)
+        any(x.requires_grad for x in inputs[:3])
+        or any(x is not None and x.requires_grad for x in sinks)
     ):
         return function.apply(*inputs)
     with _below_autograd():

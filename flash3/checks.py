@@ -152,27 +152,7 @@ def check_flags(causal: bool, deterministic: bool) -> None:
         raise TypeError(f"deterministic: must be True or False, got {deterministic!r}")
 
 
-def is_causal(causal: bool, window_size: tuple[int, int]) -> bool:
-    """Whether ``causal`` and ``window_size`` (left, right; -1 is unbounded) together are the causal mask.
-
-    The right edge 0 is the causal mask's own, so (-1, 0) is accepted and means causal. Other windows are not supported
-    yet.
-    """
-    if not (isinstance(window_size, (tuple, list)) and len(window_size) == 2):
-        raise TypeError(f"window_size: must be a pair (left, right) of ints, got {window_size!r}")
-    left, right = window_size
-    if not (isinstance(left, int) and isinstance(right, int)):
-        raise TypeError(f"window_size: must be a pair (left, right) of ints, got {window_size!r}")
-    if left != -1 or right not in (-1, 0):
-        raise NotImplementedError(
-            f"window_size: {tuple(window_size)} is not supported yet; (-1, -1) and (-1, 0), which is causal, are"
-        )
-    return causal or right == 0
-
-
-def check_unsupported(
-    qv, q_descale, k_descale, v_descale, attention_chunk, softcap, num_splits, pack_gqa, sm_margin
-) -> None:
+def check_unsupported(qv, q_descale, k_descale, v_descale, num_splits, pack_gqa, sm_margin) -> None:
     """Raises NotImplementedError for the first FlashAttention-3 parameter that asks for what flash3 lacks so far."""
     if qv is not None or q_descale is not None or k_descale is not None or v_descale is not None:
         for name, value in (
@@ -188,12 +168,6 @@ def check_unsupported(
                     else repr(value)
                 )
                 raise NotImplementedError(f"{name}: not supported yet, must be None, got {got}")
-    if attention_chunk != 0:
-        raise NotImplementedError(
-            f"attention_chunk: {attention_chunk!r} is not supported yet, must be 0"
-        )
-    if softcap != 0:
-        raise NotImplementedError(f"softcap: {softcap!r} is not supported yet, must be 0.0")
     if num_splits != 1 and num_splits != 0:
         raise NotImplementedError(
             f"num_splits: {num_splits!r} is not supported yet, must be 0 or 1"

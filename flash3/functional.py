@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flash3 import autograd, checks
+from flash3 import autograd, checks, checks_scores
 
 _NO_WINDOW = (-1, -1)
 
@@ -28,12 +28,13 @@ def flash_attn_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
     *,
+    learnable_sink: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention softmax(softmax_scale * Q K^T) V, differentiable in q, k and v.
 
-    Any strides are accepted. A query row that sees no key gives out = 0, lse = -inf and zero gradients; lengths and
-    batch may be 0. The forward is bitwise reproducible; the backward is with ``deterministic=True``.
+    Any strides are accepted. A query row that sees no key gives out = 0, lse = -inf (or its sink) and zero gradients;
+    lengths and batch may be 0. The forward is bitwise reproducible; the backward is with ``deterministic=True``.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), head_dim a multiple of 8 up to 256. float16 or bfloat16 on a Hopper
@@ -44,18 +45,23 @@ def flash_attn_func(
         softmax_scale: positive factor of the scores; None is head_dim ** -0.5.
         causal: query i sees key j if j <= i + seqlen_k - seqlen_q (bottom-right aligned).
         qv, q_descale, k_descale, v_descale: not supported yet, must be None.
-        window_size: (left, right), -1 is unbounded. (-1, -1), or (-1, 0), which is causal; others not supported yet.
-        attention_chunk, softcap, sm_margin: not supported yet, must be 0.
+        window_size: (left, right): query i sees key j if p - left <= j <= p + right, where p = i + seqlen_k - seqlen_q;
+            -1 is unbounded. Right is 0 at most where causal, and (-1, 0) is causal.
+        attention_chunk: c > 0 lets query i see key j only if j // c == p // c: keys of its own chunk. 0 is none.
+        softcap: c > 0 turns a scaled score s into c * tanh(s / c). 0.0 is none.
+        sm_margin: not supported yet, must be 0.
         num_splits: 1, or 0 to let the library choose (it chooses 1).
         pack_gqa: a hint. None or False; packing is not supported yet.
         deterministic: bitwise equal gradients over repeated runs, slower.
         return_attn_probs: FlashAttention-3's name of ``return_lse``; probabilities are never returned.
+        learnable_sink: (heads_q), q's dtype or float32, differentiable: one more logit for each query row of a head,
+            neither scaled nor capped, that takes its part of the softmax and adds no value. None is none.
         return_lse: return (out, lse).
 
     Returns:
         out: (batch, seqlen_q, heads_q, head_dim_v), contiguous, q's dtype.
-        lse: (batch, heads_q, seqlen_q), if asked for: log-sum-exp of the scaled scores, natural log, float32 (float64
-            for float64 inputs), differentiable.
+        lse: (batch, heads_q, seqlen_q), if asked for: log-sum-exp of the scores, as scaled and capped, and of the sink;
+            natural log, float32 (float64 for float64 inputs), differentiable.
 
     Raises:
         TypeError, ValueError, NotImplementedError: an argument that is wrong or not supported, named in the message.
@@ -63,23 +69,21 @@ def flash_attn_func(
 
     Source: FlashAttention-3 (Shah et al., 2024), section 3; the lse gradient is derived in ``flash3.reference``.
     """
-    checks.check_unsupported(
-        qv,
-        q_descale,
-        k_descale,
-        v_descale,
-        attention_chunk,
-        softcap,
-        num_splits,
-        pack_gqa,
-        sm_margin,
-    )
+    checks.check_unsupported(qv, q_descale, k_descale, v_descale, num_splits, pack_gqa, sm_margin)
     head_dim = checks.check_tensors(q, k, v)
     checks.check_flags(causal, deterministic)
-    if window_size is not _NO_WINDOW:
-        causal = checks.is_causal(causal, window_size)
     softmax_scale = head_dim**-0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
-    out, lse = autograd.attention(q, k, v, softmax_scale, causal, deterministic)
+    extras = ()
+    if not (
+        window_size is _NO_WINDOW
+        and attention_chunk == 0
+        and softcap == 0
+        and learnable_sink is None
+    ):
+        causal, extras = checks_scores.check_extras(
+            q, softmax_scale, causal, window_size, attention_chunk, softcap, learnable_sink
+        )
+    out, lse = autograd.attention(q, k, v, softmax_scale, causal, deterministic, *extras)
     return (out, lse) if return_lse or return_attn_probs else out
 
 
@@ -98,6 +102,7 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
     *,
+    learnable_sink: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`flash_attn_func` of one tensor that holds q, k and v, as a projection leaves them. Nothing is copied.
@@ -132,6 +137,7 @@ def flash_attn_qkvpacked_func(
         deterministic=deterministic,
         sm_margin=sm_margin,
         return_attn_probs=return_attn_probs,
+        learnable_sink=learnable_sink,
         return_lse=return_lse,
     )
 

@@ -293,8 +293,12 @@ def _refuse(**arguments: object) -> None:
 
 def _is_causal(causal: bool, left: int | None, right: int | None) -> bool:
     """Whether the mask is the causal one; aten's None is the -1, for unbounded, of ``window_size``."""
-    window_size = (-1 if left is None else left, -1 if right is None else right)
-    return checks.is_causal(causal, window_size)
+    left, right = (-1 if side is None else side for side in (left, right))
+    if left != -1 or right not in (-1, 0):
+        raise NotImplementedError(
+            f"window_size: {(left, right)} is not supported yet; (-1, -1) and (-1, 0), which is causal, are"
+        )
+    return causal or right == 0
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flash3 import autograd, checks, checks_varlen
+from flash3 import autograd, checks, checks_scores, checks_varlen
 
 _NO_WINDOW = (-1, -1)
 
@@ -34,6 +34,7 @@ def flash_attn_varlen_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
     *,
+    learnable_sink: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``flash_attn_func`` for each sequence of a batch by itself; the sequences lie one after the other in q, k, v.
@@ -50,29 +51,37 @@ def flash_attn_varlen_func(
             wrong numbers give wrong results, but touch no memory outside the tensors.
         max_seqlen_q, max_seqlen_k: the largest length, an int or a tensor of one element. Nothing depends on them.
         seqused_q, seqused_k: (batch) int32, contiguous, on q's device: rows in use of each slot; None is all.
-        softmax_scale, deterministic, return_attn_probs, return_lse: as in ``flash_attn_func``.
         causal: query i of a sequence sees key j if j <= i + length_k - length_q, of the lengths in use.
-        qv, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap, num_splits, pack_gqa, sm_margin: as
-            in ``flash_attn_func``, not supported yet beyond their defaults.
+        window_size, attention_chunk: as in ``flash_attn_func``, for each sequence: p = i + length_k - length_q.
+        softmax_scale, softcap, deterministic, learnable_sink, return_attn_probs, return_lse: as in ``flash_attn_func``.
+        qv, q_descale, k_descale, v_descale, num_splits, pack_gqa, sm_margin: as in ``flash_attn_func``, not supported
+            yet beyond their defaults.
 
     Returns:
         out: (total_q, heads_q, head_dim_v), contiguous, q's dtype.
-        lse: (heads_q, total_q), if asked for: log-sum-exp of the scaled scores, natural log, float32 (float64 for
-            float64 inputs), differentiable.
+        lse: (heads_q, total_q), if asked for: log-sum-exp of the scores, as scaled and capped, and of the sink; natural
+            log, float32 (float64 for float64 inputs), differentiable.
 
     Raises:
         TypeError, ValueError, NotImplementedError: an argument that is wrong or not supported, named in the message.
         RuntimeError: a GPU that is not Hopper, kernels that are not built, or a CUDA error.
     """
-    descales = q_descale, k_descale, v_descale
-    checks.check_unsupported(
-        qv, *descales, attention_chunk, softcap, num_splits, pack_gqa, sm_margin
-    )
+    checks.check_unsupported(qv, q_descale, k_descale, v_descale, num_splits, pack_gqa, sm_margin)
     sequences = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
     head_dim = checks_varlen.check_call(q, k, v, sequences, (max_seqlen_q, max_seqlen_k))
     checks.check_flags(causal, deterministic)
-    if window_size is not _NO_WINDOW:
-        causal = checks.is_causal(causal, window_size)
     softmax_scale = head_dim**-0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
-    out, lse = autograd.varlen_attention(q, k, v, *sequences, softmax_scale, causal, deterministic)
+    extras = ()
+    if not (
+        window_size is _NO_WINDOW
+        and attention_chunk == 0
+        and softcap == 0
+        and learnable_sink is None
+    ):
+        causal, extras = checks_scores.check_extras(
+            q, softmax_scale, causal, window_size, attention_chunk, softcap, learnable_sink
+        )
+    out, lse = autograd.varlen_attention(
+        q, k, v, *sequences, softmax_scale, causal, deterministic, *extras
+    )
     return (out, lse) if return_lse or return_attn_probs else out

@@ -38,6 +38,7 @@ def test_parameters_are_those_of_flash_attention_3():
         "deterministic": False,
         "sm_margin": 0,
         "return_attn_probs": False,
+        "learnable_sink": None,
         "return_lse": False,
     }
 
