@@ -1,4 +1,4 @@
-"""The rule of accuracy, on out, lse, dq, dk and dv alike:
+"""The rule of accuracy, on out, lse, dq, dk, dv and dsink alike:
 
     max |x - right|  <=  2 * max |torch - right| + floor
 
@@ -7,8 +7,8 @@ run may get exactly right by luck (one key, a gradient that is zero):
 
 - out: half a unit in the last place of its largest element, the rounding of the result itself.
 - lse: LSE_FLOOR * (1 + its largest element), float32 rounding of the scores and of the hardware's exp2 and log2.
-- dq, dk, dv: rounding of the result, and GRADIENT_NOISE * max |dout| * max |q, k, v|^2: dP - dPsum cancels where one
-  key has all the weight, and leaves the float32 rounding of both.
+- dq, dk, dv, dsink: rounding of the result, and GRADIENT_NOISE * max |dout| * max |q, k, v|^2: dP - dPsum cancels
+  where one key has all the weight, and leaves the float32 rounding of both.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from attention_math import Result
 from cases import Inputs
 from torch import Tensor
 
+GRADIENTS = ("dq", "dk", "dv", "dsink")
 FACTOR = 2.0
 LSE_FLOOR = 1e-5
 GRADIENT_NOISE = 2e-6
@@ -40,14 +41,14 @@ def floors(right: Result, inputs: Inputs) -> dict[str, float]:
     return {
         "out": half_ulp * max_abs(right.out) + torch.finfo(torch.float32).eps,
         "lse": LSE_FLOOR * (1 + max_abs(finite_lse)),
-        **{name: half_ulp * max_abs(getattr(right, name)) + noise for name in ("dq", "dk", "dv")},
+        **{name: half_ulp * max_abs(getattr(right, name)) + noise for name in GRADIENTS},
     }
 
 
 def assert_as_accurate(result: Result, right: Result, torch_result: Result, inputs: Inputs) -> None:
     """Applies the rule to everything that `result` holds; `torch_result` may lack lse, which then counts as exact."""
     floor = floors(right, inputs)
-    for name in ("out", "lse", "dq", "dk", "dv"):
+    for name in ("out", "lse", *GRADIENTS):
         x, expected, compared = (getattr(r, name) for r in (result, right, torch_result))
         if x is None:
             continue

@@ -64,22 +64,24 @@ class Packed:
         }
         return replace(self, **tensors, dlse=dlse)
 
-    def run(self, *, backward: bool = True, **arguments) -> Result:
+    def run(
+        self, *, backward: bool = True, learnable_sink: Tensor | None = None, **arguments
+    ) -> Result:
         """What flash3 makes of it."""
-        q, k, v = (x.detach().requires_grad_(backward) for x in (self.q, self.k, self.v))
+        leaves = [self.q, self.k, self.v] + ([] if learnable_sink is None else [learnable_sink])
+        leaves = [x.detach().requires_grad_(backward) for x in leaves]
         longest = [
             max((s[i].stop - s[i].start for s in self.sequences()), default=0) for i in (0, 1)
         ]
         out, lse = flash3.flash_attn_varlen_func(
-            q,
-            k,
-            v,
+            *leaves[:3],
             self.cu_seqlens_q,
             self.cu_seqlens_k,
             *longest,
             self.seqused_q,
             self.seqused_k,
             return_lse=True,
+            learnable_sink=None if learnable_sink is None else leaves[3],
             **arguments,
         )
         if not backward:
@@ -87,21 +89,33 @@ class Packed:
         outputs, grads = ((out,), (self.dout,))
         if self.dlse is not None:
             outputs, grads = (out, lse), (self.dout, self.dlse.to(lse.dtype))
-        return Result(out.detach(), lse.detach(), *torch.autograd.grad(outputs, (q, k, v), grads))
+        return Result(out.detach(), lse.detach(), *torch.autograd.grad(outputs, leaves, grads))
 
-    def by_formula(self, dtype, *, backward: bool = True, **arguments) -> Result:
+    def by_formula(
+        self,
+        dtype,
+        *,
+        backward: bool = True,
+        learnable_sink: Tensor | None = None,
+        **arguments,
+    ) -> Result:
         """The formula on each sequence by itself, every step in `dtype`; lse at least in float32."""
         q, k, v, dout = (x.to(dtype) for x in (self.q, self.k, self.v, self.dout))
+        sink = [] if learnable_sink is None else [learnable_sink.detach().to(dtype)]
         lse_dtype = torch.promote_types(dtype, torch.float32)
-        out, dq, dk, dv = (torch.zeros_like(x) for x in (q, q, k, v))
+        out = q.new_zeros(*q.shape[:2], v.shape[2])
         lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=lse_dtype)
+        dq, dk, dv, *dsink = (torch.zeros_like(x) for x in (q, k, v, *sink))
+
+        def formula(q, k, v, *sink):
+            return attention_math(q, k, v, learnable_sink=sink[0] if sink else None, **arguments)
+
         for rows, keys in self.sequences():
-            leaves = [x[None].detach().requires_grad_() for x in (q[rows], k[keys], v[keys])]
-            one_out, one_lse = attention_math(*leaves, **arguments)
+            leaves = [q[None, rows], k[None, keys], v[None, keys], *sink]
+            leaves = [x.detach().requires_grad_() for x in leaves]
+            one_out, one_lse = formula(*leaves)
             out[rows] = one_out[0].detach()
-            lse[:, rows] = attention_math(*(x.detach().to(lse_dtype) for x in leaves), **arguments)[
-                1
-            ][0]
+            lse[:, rows] = formula(*(x.detach().to(lse_dtype) for x in leaves))[1][0]
             if not backward:
                 continue
             outputs, grads = [one_out], [dout[None, rows]]
@@ -109,8 +123,10 @@ class Packed:
                 outputs.append(one_lse)
                 grads.append(self.dlse[None, :, rows].to(one_lse.dtype))
             gradients = torch.autograd.grad(outputs, leaves, grads)
-            dq[rows], dk[keys], dv[keys] = (x[0] for x in gradients)
-        return Result(out, lse, dq, dk, dv) if backward else Result(out, lse)
+            dq[rows], dk[keys], dv[keys] = (x[0] for x in gradients[:3])
+            if sink:
+                dsink[0] += gradients[3]
+        return Result(out, lse, dq, dk, dv, *dsink) if backward else Result(out, lse)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,10 @@ def test_schemas():
         f" float softmax_scale, bool causal, bool deterministic, {SCORES})"
         " -> (Tensor dq, Tensor dk, Tensor dv)"
     )
-    assert not any(op._schema.is_mutable for op in (ops.fwd, ops.bwd))
+    assert str(ops.sink_bwd._schema) == (
+        "flash3::sink_bwd(Tensor dout, Tensor out, Tensor lse, Tensor? dlse, Tensor sink) -> Tensor dsink"
+    )
+    assert not any(op._schema.is_mutable for op in (ops.fwd, ops.bwd, ops.sink_bwd))
 
 
 @pytest.mark.slow
