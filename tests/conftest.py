@@ -64,14 +64,14 @@ def seeded() -> None:
 @pytest.fixture
 def flash3_rows():
     """flash3_rows(dtype, head_dim, causal, passes=("fwd", "bwd"), layout="dense"): skips the test if a row it needs is
-    not built."""
+    not built. In place of causal, the word of the table: "full", "causal" or "local"."""
 
     def require(
-        dtype, head_dim: int, causal: bool, passes=("fwd", "bwd"), layout: str = "dense"
+        dtype, head_dim: int, mask: bool | str, passes=("fwd", "bwd"), layout: str = "dense"
     ) -> None:
         for pass_name in passes:
-            if not row_built(pass_name, dtype, head_dim, causal, layout):
-                mask = "causal" if causal else "full"
-                pytest.skip(f"not built: {pass_name} {dtype} head_dim {head_dim} {mask} {layout}")
+            if not row_built(pass_name, dtype, head_dim, mask, layout):
+                word = mask if isinstance(mask, str) else "causal" if mask else "full"
+                pytest.skip(f"not built: {pass_name} {dtype} head_dim {head_dim} {word} {layout}")
 
     return require

@@ -19,12 +19,14 @@ def why_no_gpu_tier() -> str | None:
 
 
 def row_built(
-    pass_name: str, dtype: torch.dtype, head_dim: int, causal: bool, layout: str = "dense"
+    pass_name: str, dtype: torch.dtype, head_dim: int, mask: bool | str, layout: str = "dense"
 ) -> bool:
-    """Whether this build holds a kernel row for such calls."""
+    """Whether this build holds a kernel row for such calls. ``mask`` is its word in the table, or whether causal."""
     from flash3 import _C
 
-    words = {torch.float16: "f16", torch.bfloat16: "bf16"}[dtype], "causal" if causal else "full"
+    if isinstance(mask, bool):
+        mask = "causal" if mask else "full"
+    words = {torch.float16: "f16", torch.bfloat16: "bf16"}[dtype], mask
     try:
         _C.plan(pass_name, *words, 1, 128, 128, 1, 1, head_dim, layout=layout)
     except RuntimeError as error:
