@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from flash3 import ops
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
-_transforms_active = torch._C._are_functorch_transforms_active
+transforms_active = torch._C._are_functorch_transforms_active
 
 
 # The operators' arguments behind `deterministic` are the sink, then those that both passes take (_SCORES of ops.py).
@@ -42,7 +42,7 @@ def _by_cheapest_road(op, function: type[torch.autograd.Function], inputs: tuple
         raise NotImplementedError(
             "flash3: forward-mode differentiation (jvp, dual tensors) is not supported"
         )
-    if _transforms_active():
+    if transforms_active():
         return op(*inputs)
     if torch.is_grad_enabled() and (
         any(x.requires_grad for x in inputs[:3])

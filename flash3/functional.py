@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flash3 import autograd, checks, checks_scores
-
-_NO_WINDOW = (-1, -1)
+from flash3 import autograd, checks, padded
+from flash3.checks_options import NO_WINDOW, check_options
 
 
 def flash_attn_func(
@@ -19,7 +18,7 @@ def flash_attn_func(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
-    window_size: tuple[int, int] = _NO_WINDOW,
+    window_size: tuple[int, int] = NO_WINDOW,
     attention_chunk: int = 0,
     softcap: float = 0.0,
     num_splits: int = 1,
@@ -29,6 +28,9 @@ def flash_attn_func(
     return_attn_probs: bool = False,
     *,
     learnable_sink: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    batch_invariant: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention softmax(softmax_scale * Q K^T) V, differentiable in q, k and v.
@@ -44,18 +46,21 @@ def flash_attn_func(
         v: (batch, seqlen_k, heads_kv, head_dim_v), likewise; head_dim_v a multiple of 8 up to 256 of its own.
         softmax_scale: positive factor of the scores; None is head_dim ** -0.5.
         causal: query i sees key j if j <= i + seqlen_k - seqlen_q (bottom-right aligned).
-        qv, q_descale, k_descale, v_descale: not supported yet, must be None.
+        qv, q_descale, k_descale, v_descale, sm_margin: not supported yet, must be None and 0.
         window_size: (left, right): query i sees key j if p - left <= j <= p + right, where p = i + seqlen_k - seqlen_q;
             -1 is unbounded. Right is 0 at most where causal, and (-1, 0) is causal.
         attention_chunk: c > 0 lets query i see key j only if j // c == p // c: keys of its own chunk. 0 is none.
         softcap: c > 0 turns a scaled score s into c * tanh(s / c). 0.0 is none.
-        sm_margin: not supported yet, must be 0.
         num_splits: 1, or 0 to let the library choose (it chooses 1).
         pack_gqa: a hint. None or False; packing is not supported yet.
         deterministic: bitwise equal gradients over repeated runs, slower.
         return_attn_probs: FlashAttention-3's name of ``return_lse``; probabilities are never returned.
         learnable_sink: (heads_q), q's dtype or float32, differentiable: one more logit for each query row of a head,
             neither scaled nor capped, that takes its part of the softmax and adds no value. None is none.
+        seqused_q, seqused_k: (batch) int32 on q's device: how many rows, from the first on, each sequence uses; None is
+            all. They count as its length, the others as in ``flash_attn_varlen_func``.
+        batch_invariant: on a GPU, a sequence's results are bitwise those that it has in any other batch; its gradients
+            too, which are then deterministic. Gradients of grouped heads raise.
         return_lse: return (out, lse).
 
     Returns:
@@ -70,20 +75,14 @@ def flash_attn_func(
     Source: FlashAttention-3 (Shah et al., 2024), section 3; the lse gradient is derived in ``flash3.reference``.
     """
     checks.check_unsupported(qv, q_descale, k_descale, v_descale, num_splits, pack_gqa, sm_margin)
-    head_dim = checks.check_tensors(q, k, v)
-    checks.check_flags(causal, deterministic)
-    softmax_scale = head_dim**-0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
-    extras = ()
-    if not (
-        window_size is _NO_WINDOW
-        and attention_chunk == 0
-        and softcap == 0
-        and learnable_sink is None
-    ):
-        causal, extras = checks_scores.check_extras(
-            q, softmax_scale, causal, window_size, attention_chunk, softcap, learnable_sink
-        )
-    out, lse = autograd.attention(q, k, v, softmax_scale, causal, deterministic, *extras)
+    checks.check_tensors(q, k, v)
+    flags = causal, deterministic, batch_invariant
+    scores = window_size, attention_chunk, softcap, learnable_sink
+    options = check_options((q, k, v), softmax_scale, *flags, *scores)
+    if seqused_q is None and seqused_k is None:
+        out, lse = autograd.attention(q, k, v, *options)
+    else:
+        out, lse = padded.attention(q, k, v, seqused_q, seqused_k, *options)
     return (out, lse) if return_lse or return_attn_probs else out
 
 
@@ -94,7 +93,7 @@ def flash_attn_qkvpacked_func(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
-    window_size: tuple[int, int] = _NO_WINDOW,
+    window_size: tuple[int, int] = NO_WINDOW,
     attention_chunk: int = 0,
     softcap: float = 0.0,
     deterministic: bool = False,
@@ -103,6 +102,8 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
     *,
     learnable_sink: Tensor | None = None,
+    seqused: Tensor | None = None,
+    batch_invariant: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`flash_attn_func` of one tensor that holds q, k and v, as a projection leaves them. Nothing is copied.
@@ -111,6 +112,7 @@ def flash_attn_qkvpacked_func(
         qkv: (batch, seqlen, 3, heads, head_dim); or, with ``num_heads_q``, (batch, seqlen, heads, head_dim) with the
             heads of q first, then those of k, then as many of v.
         num_heads_q: the number of q's heads in a qkv of four dimensions.
+        seqused: seqused_q and seqused_k of ``flash_attn_func`` in one.
         others: as in ``flash_attn_func``.
 
     Returns:
@@ -138,6 +140,9 @@ def flash_attn_qkvpacked_func(
         sm_margin=sm_margin,
         return_attn_probs=return_attn_probs,
         learnable_sink=learnable_sink,
+        seqused_q=seqused,
+        seqused_k=seqused,
+        batch_invariant=batch_invariant,
         return_lse=return_lse,
     )
 

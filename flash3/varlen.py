@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flash3 import autograd, checks, checks_scores, checks_varlen
-
-_NO_WINDOW = (-1, -1)
+from flash3 import autograd, checks, checks_varlen
+from flash3.checks_options import NO_WINDOW, check_options
 
 
 def flash_attn_varlen_func(
@@ -25,7 +24,7 @@ def flash_attn_varlen_func(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
-    window_size: tuple[int, int] = _NO_WINDOW,
+    window_size: tuple[int, int] = NO_WINDOW,
     attention_chunk: int = 0,
     softcap: float = 0.0,
     num_splits: int = 1,
@@ -35,6 +34,7 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     *,
     learnable_sink: Tensor | None = None,
+    batch_invariant: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``flash_attn_func`` for each sequence of a batch by itself; the sequences lie one after the other in q, k, v.
@@ -53,7 +53,8 @@ def flash_attn_varlen_func(
         seqused_q, seqused_k: (batch) int32, contiguous, on q's device: rows in use of each slot; None is all.
         causal: query i of a sequence sees key j if j <= i + length_k - length_q, of the lengths in use.
         window_size, attention_chunk: as in ``flash_attn_func``, for each sequence: p = i + length_k - length_q.
-        softmax_scale, softcap, deterministic, learnable_sink, return_attn_probs, return_lse: as in ``flash_attn_func``.
+        softmax_scale, softcap, deterministic, learnable_sink, batch_invariant, return_attn_probs, return_lse: as in
+            ``flash_attn_func``.
         qv, q_descale, k_descale, v_descale, num_splits, pack_gqa, sm_margin: as in ``flash_attn_func``, not supported
             yet beyond their defaults.
 
@@ -68,20 +69,9 @@ def flash_attn_varlen_func(
     """
     checks.check_unsupported(qv, q_descale, k_descale, v_descale, num_splits, pack_gqa, sm_margin)
     sequences = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
-    head_dim = checks_varlen.check_call(q, k, v, sequences, (max_seqlen_q, max_seqlen_k))
-    checks.check_flags(causal, deterministic)
-    softmax_scale = head_dim**-0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
-    extras = ()
-    if not (
-        window_size is _NO_WINDOW
-        and attention_chunk == 0
-        and softcap == 0
-        and learnable_sink is None
-    ):
-        causal, extras = checks_scores.check_extras(
-            q, softmax_scale, causal, window_size, attention_chunk, softcap, learnable_sink
-        )
-    out, lse = autograd.varlen_attention(
-        q, k, v, *sequences, softmax_scale, causal, deterministic, *extras
-    )
+    checks_varlen.check_call(q, k, v, sequences, (max_seqlen_q, max_seqlen_k))
+    flags = causal, deterministic, batch_invariant
+    scores = window_size, attention_chunk, softcap, learnable_sink
+    options = check_options((q, k, v), softmax_scale, *flags, *scores)
+    out, lse = autograd.varlen_attention(q, k, v, *sequences, *options)
     return (out, lse) if return_lse or return_attn_probs else out

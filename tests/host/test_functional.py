@@ -38,7 +38,8 @@ def test_parameters_are_those_of_flash_attention_3():
         "deterministic": False,
         "sm_margin": 0,
         "return_attn_probs": False,
-        "learnable_sink": None,
+        **dict.fromkeys(("learnable_sink", "seqused_q", "seqused_k")),
+        "batch_invariant": False,
         "return_lse": False,
     }
 

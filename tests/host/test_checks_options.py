@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flash3
-from flash3 import checks_scores
+from flash3 import checks_options
 
 
 def dense(q, k, v, **arguments):
@@ -142,7 +142,7 @@ def test_what_the_operators_are_given(arguments, expected):
     """A call that means no more than a plain one becomes one."""
     defaults = {"causal": False, "window_size": (-1, -1), "attention_chunk": 0, "softcap": 0.0}
     assert (
-        checks_scores.check_extras(tensors()[0], 0.5, **{**defaults, **arguments}, sink=None)
+        checks_options.check_extras(tensors()[0], 0.5, **{**defaults, **arguments}, sink=None)
         == expected
     )
 
