@@ -20,6 +20,12 @@ import flash3
 from flash3 import _C
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
+# What calls of each kind of row ask for: the mask, and sinks, which every forward row takes.
+ARGUMENTS = {
+    "full": {},
+    "causal": {"causal": True},
+    "local": {"window_size": (70, 20), "attention_chunk": 100, "softcap": 5.0},
+}
 # (batch, seqlen_q, seqlen_k, heads_q, heads_kv): below a tile, just past tiles, more queries than keys, several tiles.
 SHAPES = [(1, 1, 1, 1, 1), (2, 65, 129, 2, 1), (1, 200, 70, 2, 2), (1, 257, 384, 4, 2)]
 
@@ -38,7 +44,7 @@ def attention(q, k, v, layout: str, **arguments):
 
 
 def call(
-    dtype: torch.dtype, head_dim: int, causal: bool, layout: str, shape, *, backward: bool
+    dtype: torch.dtype, head_dim: int, mask: str, layout: str, shape, *, backward: bool
 ) -> bool:
     """True if all results are finite where they have to be."""
     batch, seqlen_q, seqlen_k, heads_q, heads_kv = shape
@@ -46,13 +52,17 @@ def call(
     q, k, v = (
         torch.randn(*e, head_dim, device="cuda").to(dtype).requires_grad_(backward) for e in extents
     )
+    sink = torch.linspace(-1, 1, heads_q, device="cuda").requires_grad_(backward)
     finite = True
-    for deterministic in (False, True) if backward else (False,):
-        out, lse = attention(q, k, v, layout, causal=causal, deterministic=deterministic)
+    for deterministic, sinks in ((False, None), (True, sink)):
+        out, lse = attention(
+            q, k, v, layout, deterministic=deterministic, learnable_sink=sinks, **ARGUMENTS[mask]
+        )
         results = [out, lse.masked_fill(lse.isneginf(), 0.0)]
         if backward:
             grads = torch.randn_like(out), torch.randn_like(lse)
-            results += torch.autograd.grad((out, lse), (q, k, v), grads)
+            leaves = (q, k, v) if sinks is None else (q, k, v, sink)
+            results += torch.autograd.grad((out, lse), leaves, grads)
         finite &= all(bool(x.isfinite().all()) for x in results)
     return finite
 
@@ -67,9 +77,7 @@ def main() -> int:
         # The row's own head_dim, and one that TMA pads up to it.
         for d, shape in itertools.product((head_dim, head_dim - 24), SHAPES):
             try:
-                finite = call(
-                    DTYPES[dtype], d, mask == "causal", layout, shape, backward=pass_name == "bwd"
-                )
+                finite = call(DTYPES[dtype], d, mask, layout, shape, backward=pass_name == "bwd")
             except RuntimeError as error:
                 if "this build has no" not in str(error):
                     raise
