@@ -94,6 +94,8 @@ def fault(settings, asked_attention: str | None) -> str | None:
         )
     if settings.attention != "flash3":
         return f"--context-parallel is for --attention flash3, got {settings.attention}"
+    if settings.pack or settings.window is not None:
+        return "--context-parallel does without --pack and --window"
     if settings.device not in ("cuda", "cpu"):
         return f"--device must be cuda, a GPU for each rank, or cpu, got {settings.device}"
     return None

@@ -11,23 +11,49 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import flash3
 
 
-def flash3_attention(q, k, v):
-    """The whole integration: q (b, s, heads, d), k and v (b, s, kv_heads, d) -> (b, s, heads, d)."""
-    return flash3.flash_attn_func(q, k, v, causal=True)
+@dataclass(frozen=True)
+class Documents:
+    """Where documents lie in tokens (b, s): none crosses a row, and together they are all of them."""
+
+    ends: torch.Tensor  # (documents + 1,) int32, of the rows one after the other: 0, then each end
+    number: torch.Tensor  # (b, s) int64: which document a token is in
+    positions: torch.Tensor  # (b, s) int64, in the document
 
 
-def sdpa_attention(q, k, v):
-    """torch's fused kernels, whichever it picks for the machine."""
+def flash3_attention(q, k, v, documents: Documents | None = None, window: int | None = None):
+    """The whole integration: q (b, s, heads, d), k and v (b, s, kv_heads, d) -> (b, s, heads, d).
+
+    A token sees itself and what is before it, in its document and `window` tokens back at most.
+    """
+    mask = {"causal": True, "window_size": (-1 if window is None else window, 0)}
+    if documents is None:
+        return flash3.flash_attn_func(q, k, v, **mask)
+    packed = (x.flatten(0, 1) for x in (q, k, v))
+    ends, longest = documents.ends, q.shape[1]
+    out = flash3.flash_attn_varlen_func(*packed, ends, ends, longest, longest, **mask)
+    return out.view(q.shape)
+
+
+def sdpa_attention(q, k, v, documents: Documents | None = None, window: int | None = None):
+    """torch's fused kernels, whichever it picks for the machine; documents and windows as a mask."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    mask = {"is_causal": True}
+    if documents is not None or window is not None:
+        i = torch.arange(q.shape[2], device=q.device)[:, None]
+        visible = (i >= i.T) & (i - i.T <= (len(i) if window is None else window))
+        if documents is not None:
+            visible = visible & (documents.number[:, :, None] == documents.number[:, None])
+            visible = visible[:, None]
+        mask = {"attn_mask": visible}
     grouped = q.shape[1] != k.shape[1]
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    out = F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped, **mask)
     return out.transpose(1, 2)
 
 
-def math_attention(q, k, v):
+def math_attention(q, k, v, documents: Documents | None = None, window: int | None = None):
     """torch's unfused path: it stores the scores, memory grows with context squared."""
     with sdpa_kernel(SDPBackend.MATH):
-        return sdpa_attention(q, k, v)
+        return sdpa_attention(q, k, v, documents, window)
 
 
 ATTENTIONS = {"flash3": flash3_attention, "sdpa": sdpa_attention, "math": math_attention}
@@ -61,7 +87,7 @@ def rotary_table(context: int, head_dim: int) -> torch.Tensor:
 def rotate(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Rotates the pairs (x[i], x[i + d/2]) of each head: (b, s, heads, d), x's dtype.
 
-    table: (2, s, 1, d / 2), the rows of rotary_table for the positions of x.
+    table: (2, s, 1, d / 2) or (2, b, s, 1, d / 2), the rows of rotary_table for the positions of x.
     """
     cosine, sine = table
     first, second = x.float().chunk(2, dim=-1)
@@ -77,11 +103,14 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.width, config.width + 2 * kv_width, bias=False)
         self.out = nn.Linear(config.width, config.width, bias=False)
 
-    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, table: torch.Tensor, documents: Documents | None
+    ) -> torch.Tensor:
         config = self.config
         heads = self.qkv(x).unflatten(-1, (-1, config.head_dim))
         q, k, v = heads.split([config.heads, config.kv_heads, config.kv_heads], dim=2)
-        attended = self.attention(rotate(q, table), rotate(k, table), v)
+        known = () if documents is None else (documents,)
+        attended = self.attention(rotate(q, table), rotate(k, table), v, *known)
         return self.out(attended.flatten(2))
 
 
@@ -102,15 +131,17 @@ class Block(nn.Module):
         self.attention_norm, self.mlp_norm = nn.RMSNorm(config.width), nn.RMSNorm(config.width)
         self.attention, self.mlp = Attention(config, attention), MLP(config)
 
-    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x), table)
+    def forward(
+        self, x: torch.Tensor, table: torch.Tensor, documents: Documents | None
+    ) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), table, documents)
         return x + self.mlp(self.mlp_norm(x))
 
 
 class GPT(nn.Module):
     """Bytes (b, s) int64 -> logits (b, s, vocabulary). Weights are fp32, run it under autocast.
 
-    attention: one of ATTENTIONS, or another function of the same arguments.
+    attention: one of ATTENTIONS, or another function of q, k and v, and of documents if it gets them.
     """
 
     def __init__(self, config: GPTConfig, attention: Callable) -> None:
@@ -137,12 +168,22 @@ class GPT(nn.Module):
         for block in self.blocks:
             block.attention.attention = attention
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """positions: (s,) int64, where the tokens lie in their sequence; None is 0 ... s - 1."""
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        documents: Documents | None = None,
+    ) -> torch.Tensor:
+        """positions: (s,) int64, where the tokens lie in their sequence; None is 0 ... s - 1.
+
+        documents: tokens see nothing of other documents, and positions are those in the document.
+        """
+        if documents is not None:
+            positions = documents.positions
         table = self.table[:, slice(tokens.shape[1]) if positions is None else positions]
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x, table)
+            x = block(x, table, documents)
         return self.head(self.norm(x))
 
     @torch.no_grad()

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from gpt import Documents
 
 VOCABULARY = 256  # bytes
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -59,3 +61,17 @@ def windows(
     positions = (starts + torch.arange(context + 1)).to(text.device)
     chunk = text[positions].long()
     return chunk[:, :-1], chunk[:, 1:]
+
+
+def documents(tokens: torch.Tensor) -> Documents:
+    """The files, and parts of files, of windows (b, s): a row starts with one, the separator ends one.
+
+    Waits for the device: it has to be known how many there are.
+    """
+    first = torch.ones_like(tokens, dtype=torch.bool)
+    first[:, 1:] = tokens[:, :-1] == SEPARATOR[-1]
+    starts = first.flatten().nonzero().flatten()
+    number = first.flatten().cumsum(0) - 1
+    positions = torch.arange(tokens.numel(), device=tokens.device) - starts[number]
+    ends = F.pad(starts, (0, 1), value=tokens.numel()).int()
+    return Documents(ends, number.view_as(tokens), positions.view_as(tokens))

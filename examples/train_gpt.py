@@ -2,6 +2,8 @@
 
     python examples/train_gpt.py                    # flash3; a full run on a GPU, a tiny one on CPU
     python examples/train_gpt.py --compare sdpa     # the same seeds with torch's attention too
+    python examples/train_gpt.py --pack             # no attention from one source file to another
+    python examples/train_gpt.py --window 1024      # to the 1,024 tokens before alone
 
 Sequences divided among processes, a GPU each (on CPU: gloo), and the same training in one process:
 
@@ -19,6 +21,7 @@ import math
 import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import context_parallel
@@ -51,13 +54,16 @@ class Settings:
     learning_rate: float = 6e-4
     seed: int = 0
     device: str = "cuda"
+    pack: bool = False  # a window's files are documents of their own
+    window: int | None = None  # tokens back that attention reaches
     context_parallel: int = 1  # ranks that divide each sequence
     context_parallel_attention: str = "ring"  # and how, if there are several
 
     @property
     def label(self) -> str:
         if self.context_parallel == 1:
-            return self.attention
+            packed = ", packed" if self.pack else ""
+            return self.attention + packed + (f", window {self.window}" if self.window else "")
         how = self.context_parallel_attention
         return f"{self.attention} on {self.context_parallel} ranks ({how})"
 
@@ -121,8 +127,9 @@ def loss_of(
     """The mean loss of the next windows; with several ranks of this rank's part of each."""
     windows = stdlib_text.windows(text, settings.batch, settings.context, generator)
     inputs, targets = (ranks.shard(x) for x in windows)
+    documents = stdlib_text.documents(inputs) if settings.pack else None
     with autocast(settings):
-        logits = model(inputs, ranks.positions(inputs))
+        logits = model(inputs, ranks.positions(inputs), documents)
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
@@ -196,7 +203,8 @@ def train(
     device = torch.device(settings.device)
     if device.type == "cpu":
         torch.set_num_threads(1)  # matrices this small: more threads mostly wait for each other
-    attention = ranks.attention(ATTENTIONS[settings.attention])
+    alone = partial(ATTENTIONS[settings.attention], window=settings.window)
+    attention = ranks.attention(alone)
     model = GPT(settings.model, attention).to(device)
     run = Run(settings)
     with tqdm(
@@ -206,11 +214,15 @@ def train(
         fit(ranks.averaging(model), text, run, progress, ranks)
     run.validation_loss = validation_loss(model, text, settings, ranks)
     length = settings.context // settings.context_parallel
+    if settings.pack:
+        generator = torch.Generator().manual_seed(1)
+        inputs, _ = stdlib_text.windows(text.train, settings.batch, length, generator)
+        attention = partial(attention, documents=stdlib_text.documents(inputs))
     run.attention_ms = attention_milliseconds(
         settings.model, attention, settings.batch, length, device
     )
     if sample_length and ranks.first:
-        model.use_attention(ATTENTIONS[settings.attention])  # the others are not waited for
+        model.use_attention(alone)  # the others are not waited for
         run.sample = generate(model, settings, length=sample_length)
     return run
 
@@ -315,6 +327,8 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Settings]:
         flag = "--" + name.replace("_", "-")
         add(flag, type=int, help=f"{getattr(large, name)} on a GPU, {getattr(tiny, name)} on CPU")
     add("--learning-rate", type=float)
+    add("--pack", action="store_true", help="files are documents: no attention between them")
+    add("--window", type=int, help="tokens back that attention reaches; all by default")
     add("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     chosen = {
@@ -323,6 +337,8 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Settings]:
     settings = replace(default_settings(args.device), **chosen)
     if settings.steps < 1 or settings.kv_heads < 1 or settings.heads % settings.kv_heads:
         parser.error("--steps must be positive and --heads a multiple of --kv-heads")
+    if settings.window is not None and settings.window < 1:
+        parser.error(f"--window must be positive, got {settings.window}")
     fault = context_parallel.fault(settings, args.context_parallel_attention)
     if fault:
         parser.error(fault)

@@ -118,6 +118,57 @@ def test_tokens_may_be_in_any_order_if_the_mask_knows_it():
     torch.testing.assert_close(permuted, logits[:, order], rtol=1e-4, atol=1e-5)
 
 
+def packed_windows():
+    """Windows with several documents in a row, one of a single byte, one that ends with its row."""
+    tokens = torch.randint(1, 256, (2, 40))
+    tokens[0, 11] = tokens[0, 12] = tokens[1, 30] = tokens[1, 39] = 0
+    return tokens
+
+
+def test_documents_end_behind_separators():
+    documents = stdlib_text.documents(packed_windows())
+    assert documents.ends.tolist() == [0, 12, 13, 40, 71, 80]
+    assert documents.ends.dtype == torch.int32
+    assert documents.number[0].tolist() == [0] * 12 + [1] + [2] * 27
+    assert documents.positions[1].tolist() == [*range(31), *range(9)]
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_the_three_attentions_agree_on_documents(window):
+    documents = stdlib_text.documents(packed_windows())
+    q = torch.randn(2, 40, 4, 64).bfloat16()
+    k, v = torch.randn(2, 2, 40, 2, 64).bfloat16()
+    for known in (documents, None):
+        results = [f(q, k, v, known, window).float() for f in gpt.ATTENTIONS.values()]
+        assert results[0].shape == (2, 40, 4, 64)
+        for other in results[1:]:
+            assert (results[0] - other).abs().max() < 0.05
+
+
+def test_packed_documents_are_those_alone():
+    torch.manual_seed(0)
+    model = gpt.GPT(SHORT.model, gpt.flash3_attention)
+    tokens = packed_windows()
+    documents = stdlib_text.documents(tokens)
+    with torch.no_grad():
+        together = model(tokens, documents=documents)
+        alone = model(tokens[:1, 13:])
+    torch.testing.assert_close(together[:1, 13:], alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{"pack": True}, {"window": 16}, {"pack": True, "window": 16}])
+def test_packed_and_windowed_training_agree_with_sdpa(changes, text):
+    settings = replace(FEW_STEPS, **changes)
+    text = replace(text, train=text.train.clone())
+    text.train[::37] = stdlib_text.SEPARATOR[-1]  # files are longer than this context
+    losses = [
+        float32_losses(replace(settings, attention=name), text) for name in ("flash3", "sdpa")
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+    assert losses[0] != pytest.approx(float32_losses(FEW_STEPS, text), abs=1e-4)
+
+
 def test_learning_rate_warms_up_and_falls_to_a_tenth():
     rates = [train_gpt.learning_rate(step, SHORT) for step in range(SHORT.steps)]
     peak = SHORT.learning_rate
@@ -155,9 +206,15 @@ def test_report_prints_the_comparison_and_writes_both_files(runs, tmp_path, caps
 def test_command_line_of_train_gpt(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     command = "--device cpu --attention math --context 32 --layers 1 --batch 2 --steps 2 --seed 3"
+    command += " --pack --window 9"
     assert train_gpt.main([*command.split(), "--out", str(tmp_path)]) == 0
     settings = json.loads((tmp_path / "loss.json").read_text())[0]["settings"]
     assert (settings["attention"], settings["context"], settings["seed"]) == ("math", 32, 3)
+    assert settings["pack"] and settings["window"] == 9
+    assert "math, packed, window 9: loss" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        train_gpt.main(["--device", "cpu", "--window", "0"])
+    assert "--window must be positive, got 0" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         train_gpt.main(["--device", "cpu", "--heads", "3", "--kv-heads", "2"])
     assert "--heads a multiple of --kv-heads" in capsys.readouterr().err
@@ -231,6 +288,8 @@ def test_torchrun_divides_the_context_and_compares_with_one_process(tmp_path):
         ("", "must be the number of processes, 2, got 1"),
         ("--context-parallel 2 --context 66", "--context must be a multiple of 4"),
         ("--context-parallel 2 --attention sdpa", "for --attention flash3, got sdpa"),
+        ("--context-parallel 2 --pack", "does without --pack and --window"),
+        ("--context-parallel 2 --window 8", "does without --pack and --window"),
         ("--context-parallel 2 --device cuda:1", "a GPU for each rank, or cpu, got cuda:1"),
     ],
 )
