@@ -5,6 +5,7 @@ On CUDA the work is done by the kernels of ``flash3._C``; on CPU by the readable
 """
 
 from flash3.checks import is_available
+from flash3.fp8 import flash_attn_fp8_func
 from flash3.functional import flash_attn_func, flash_attn_qkvpacked_func
 from flash3.varlen import flash_attn_varlen_func
 
@@ -12,6 +13,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "__version__",
+    "flash_attn_fp8_func",
     "flash_attn_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",

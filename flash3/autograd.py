@@ -31,7 +31,9 @@ def varlen_attention(*inputs) -> tuple[Tensor, Tensor]:
     return _by_cheapest_road(ops.varlen_fwd, VarlenFlashAttention, inputs, inputs[10:11])
 
 
-def _by_cheapest_road(op, function: type[torch.autograd.Function], inputs: tuple, sinks: tuple):
+def _by_cheapest_road(
+    op, function: type[torch.autograd.Function], inputs: tuple, sinks: tuple = ()
+):
     """Calls ``op``, or ``function``, its eager autograd node.
 
     The inputs begin with q, k and v; ``sinks`` holds the sink, or None, of a call that has arguments so far back.

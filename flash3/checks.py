@@ -167,7 +167,8 @@ def check_unsupported(qv, q_descale, k_descale, v_descale, num_splits, pack_gqa,
                     if isinstance(value, Tensor)
                     else repr(value)
                 )
-                raise NotImplementedError(f"{name}: not supported yet, must be None, got {got}")
+                what = "supported yet" if name == "qv" else "supported but for float8_e4m3fn inputs"
+                raise NotImplementedError(f"{name}: not {what}, must be None, got {got}")
     if num_splits != 1 and num_splits != 0:
         raise NotImplementedError(
             f"num_splits: {num_splits!r} is not supported yet, must be 0 or 1"
@@ -193,7 +194,7 @@ def _raise_dtype(
     names = ", ".join(str(d).removeprefix("torch.") for d in accepted)
     message = f"q, k, v: dtype {dtype} is not supported on {device.type}, accepted are {names}"
     if dtype == torch.float8_e4m3fn:
-        raise NotImplementedError(f"{message}; float8_e4m3fn is planned for the forward")
+        raise NotImplementedError(f"{message}; float8_e4m3fn goes to flash_attn_func")
     raise TypeError(message)
 
 

@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from flash3 import autograd, checks, padded
+from flash3 import autograd, checks, checks_fp8, fp8, padded
 from flash3.checks_options import NO_WINDOW, check_options
 
 
 def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    qv: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    window_size: tuple[int, int] = NO_WINDOW,
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    deterministic: bool = False,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
-    *,
-    learnable_sink: Tensor | None = None,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    batch_invariant: bool = False,
-    return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False,
+    qv: Tensor | None = None, q_descale: Tensor | float | None = None, k_descale: Tensor | float | None = None,
+    v_descale: Tensor | float | None = None, window_size: tuple[int, int] = NO_WINDOW, attention_chunk: int = 0,
+    softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None, deterministic: bool = False,
+    sm_margin: int = 0, return_attn_probs: bool = False, *, learnable_sink: Tensor | None = None,
+    seqused_q: Tensor | None = None, seqused_k: Tensor | None = None, batch_invariant: bool = False,
+    return_lse: bool = False, q_block_descale: Tensor | None = None, k_block_descale: Tensor | None = None,
+    v_block_descale: Tensor | None = None, out_dtype: torch.dtype | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Exact attention softmax(softmax_scale * Q K^T) V, differentiable in q, k and v.
 
     Any strides are accepted. A query row that sees no key gives out = 0, lse = -inf (or its sink) and zero gradients;
@@ -40,13 +26,16 @@ def flash_attn_func(
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), head_dim a multiple of 8 up to 256. float16 or bfloat16 on a Hopper
-            GPU; on CPU, where the reference implementation computes, float32 and float64 too.
+            GPU; on CPU, where the reference implementation computes, float32 and float64 too. float8_e4m3fn on both,
+            without gradient, head_dim a multiple of 16 (``flash3.fp8``).
         k: (batch, seqlen_k, heads_kv, head_dim), dtype and device of q; heads_kv divides heads_q, and query head i uses
             key/value head i // (heads_q / heads_kv).
         v: (batch, seqlen_k, heads_kv, head_dim_v), likewise; head_dim_v a multiple of 8 up to 256 of its own.
         softmax_scale: positive factor of the scores; None is head_dim ** -0.5.
         causal: query i sees key j if j <= i + seqlen_k - seqlen_q (bottom-right aligned).
-        qv, q_descale, k_descale, v_descale, sm_margin: not supported yet, must be None and 0.
+        qv, sm_margin: not supported yet, must be None and 0.
+        q_descale, k_descale, v_descale: of float8_e4m3fn inputs, what their values are multiplied by: a number, or a
+            float32 tensor of shape (1,) or (batch, heads_kv). None is 1.
         window_size: (left, right): query i sees key j if p - left <= j <= p + right, where p = i + seqlen_k - seqlen_q;
             -1 is unbounded. Right is 0 at most where causal, and (-1, 0) is causal.
         attention_chunk: c > 0 lets query i see key j only if j // c == p // c: keys of its own chunk. 0 is none.
@@ -62,9 +51,12 @@ def flash_attn_func(
         batch_invariant: on a GPU, a sequence's results are bitwise those that it has in any other batch; its gradients
             too, which are then deterministic. Gradients of grouped heads raise.
         return_lse: return (out, lse).
+        q_block_descale, k_block_descale, v_block_descale: in place of a descale one for each block of 64 or 128 rows,
+            float32 (batch, heads, ceil(seqlen / 64 or 128)); the shape says which.
+        out_dtype: of float8_e4m3fn inputs: bfloat16, which None is, or float16.
 
     Returns:
-        out: (batch, seqlen_q, heads_q, head_dim_v), contiguous, q's dtype.
+        out: (batch, seqlen_q, heads_q, head_dim_v), contiguous, q's dtype or out_dtype.
         lse: (batch, heads_q, seqlen_q), if asked for: log-sum-exp of the scores, as scaled and capped, and of the sink;
             natural log, float32 (float64 for float64 inputs), differentiable.
 
@@ -74,6 +66,19 @@ def flash_attn_func(
 
     Source: FlashAttention-3 (Shah et al., 2024), section 3; the lse gradient is derived in ``flash3.reference``.
     """
+    if getattr(q, "dtype", None) is torch.float8_e4m3fn:
+        checks.check_unsupported(qv, None, None, None, num_splits, pack_gqa, sm_margin)
+        checks_fp8.check_options(
+            attention_chunk, softcap, learnable_sink, seqused_q, seqused_k, batch_invariant
+        )
+        descales = (
+            q_descale, k_descale, v_descale, q_block_descale, k_block_descale, v_block_descale,
+        )  # fmt: skip
+        out, lse = fp8.attention_with_descales(
+            q, k, v, softmax_scale, causal, window_size, deterministic, descales, out_dtype
+        )
+        return (out, lse) if return_lse or return_attn_probs else out
+    fp8.check_no_scales(q_block_descale, k_block_descale, v_block_descale, out_dtype)
     checks.check_unsupported(qv, q_descale, k_descale, v_descale, num_splits, pack_gqa, sm_margin)
     checks.check_tensors(q, k, v)
     flags = causal, deterministic, batch_invariant

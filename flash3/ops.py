@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash3 import reference, reference_varlen
+from flash3 import ops_fp8, reference, reference_varlen
 
 # Which keys are seen and what becomes of a score: flash3/mask.py, flash3/reference.py. A plain call leaves these out.
 # They are positional, the sink too, because torch registers no gradient of a keyword-only tensor.
@@ -154,5 +154,7 @@ if kernels_missing is not None:
     def _raise_kernels_missing(*args: object) -> tuple[Tensor, ...]:
         raise RuntimeError(f"flash3: {kernels_missing}")
 
-    for _op in ("fwd", "bwd", "sink_bwd", "varlen_fwd", "varlen_bwd", "merge"):
+    for _op in (
+        "fwd", "bwd", "sink_bwd", "varlen_fwd", "varlen_bwd", "merge", *ops_fp8.NAMES,
+    ):  # fmt: skip
         torch.library.impl(f"flash3::{_op}", "cuda")(_raise_kernels_missing)

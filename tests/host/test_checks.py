@@ -46,14 +46,6 @@ def test_unusable_dtypes(dtype):
     assert_raises(TypeError, str(dtype), "bfloat16", tensors=qkv(dtype=dtype))
 
 
-def test_fp8_is_not_supported_yet():
-    tensors = [x.to(torch.float8_e4m3fn) for x in qkv()]
-    assert_raises(NotImplementedError, "float8_e4m3fn", tensors=tensors)
-    for x in tensors:
-        x.requires_grad_()
-    assert_raises(NotImplementedError, "float8_e4m3fn", tensors=tensors)
-
-
 @pytest.mark.parametrize("position", range(3))
 def test_mixed_devices(position):
     tensors = qkv()

@@ -41,6 +41,7 @@ def test_parameters_are_those_of_flash_attention_3():
         **dict.fromkeys(("learnable_sink", "seqused_q", "seqused_k")),
         "batch_invariant": False,
         "return_lse": False,
+        **dict.fromkeys(("q_block_descale", "k_block_descale", "v_block_descale", "out_dtype")),
     }
 
 

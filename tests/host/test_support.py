@@ -33,6 +33,8 @@ def test_every_argument_is_on_the_page():
     """A new parameter of a function has to get a line."""
     listed = {"q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
     listed |= {"return_lse", "return_attn_probs", "seqused_q", "seqused_k"}
-    listed |= {name.split("=")[0] for name in (*support.FEATURES, *support.REFUSED)}
+    listed |= {
+        name.split("=")[0] for name in (*support.FEATURES, *support.FLOAT8, *support.REFUSED)
+    }
     for function in (flash3.flash_attn_func, flash3.flash_attn_varlen_func):
         assert set(inspect.signature(function).parameters) <= listed
