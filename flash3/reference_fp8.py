@@ -105,8 +105,10 @@ def finite_amax(y: Tensor, dims: tuple[int, ...]) -> Tensor:
 def scales(amax: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     """(scale, descale) of float32 amax: y * scale fits e4m3, and e4m3 * descale is y * factor. Both 1 for amax 0."""
     zero, amax = amax == 0, amax.clamp(min=MIN_AMAX)
-    descale = (amax * torch.tensor(factor, dtype=torch.float32, device=amax.device)) / E4M3_MAX
-    return (E4M3_MAX / amax).masked_fill(zero, 1.0), descale.masked_fill(zero, 1.0)
+    # Tensors, not numbers: torch would multiply by a reciprocal in places, and round twice.
+    largest, factors = torch.full_like(amax, E4M3_MAX), torch.full_like(amax, factor)
+    scale, descale = largest / amax, amax * factors / largest
+    return scale.masked_fill(zero, 1.0), descale.masked_fill(zero, 1.0)
 
 
 def quantize(
@@ -155,22 +157,23 @@ def transpose_values(v: Tensor) -> Tensor:
         batch, heads, head_dim, -(-seqlen // KEY_TILE) * KEY_TILE, dtype=torch.uint8
     )
     padded[..., :seqlen] = v.view(torch.uint8).permute(0, 2, 3, 1)
-    keys, dims = _transposed_order(padded.shape[3], KEY_OF_PLACE), _transposed_order(head_dim)
+    keys = _transposed_order(padded.shape[3], KEY_OF_PLACE, v.device)
+    dims = _transposed_order(head_dim, DIM_OF_ROW, v.device)
     return padded[:, :, dims.unsqueeze(1), keys].view(E4M3)
 
 
 def natural_values(transposed: Tensor, seqlen: int) -> Tensor:
     """The inverse of :func:`transpose_values`."""
     _, _, head_dim, length = transposed.shape
-    keys, dims = _transposed_order(length, KEY_OF_PLACE), _transposed_order(head_dim)
+    keys = _transposed_order(length, KEY_OF_PLACE, transposed.device)
+    dims = _transposed_order(head_dim, DIM_OF_ROW, transposed.device)
     natural = torch.empty_like(transposed.view(torch.uint8), memory_format=torch.contiguous_format)
     natural[:, :, dims.unsqueeze(1), keys] = transposed.view(torch.uint8)
     return natural.permute(0, 3, 1, 2)[:, :seqlen].contiguous().view(E4M3)
 
 
-def _transposed_order(extent: int, order: tuple[int, ...] = DIM_OF_ROW) -> Tensor:
-    groups = torch.arange(extent).reshape(-1, 16)[:, list(order)]
-    return groups.flatten()
+def _transposed_order(extent: int, order: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.arange(extent, device=device).reshape(-1, 16)[:, list(order)].flatten()
 
 
 def dequantize(x: Tensor, descale: Tensor | None, block: int) -> Tensor:

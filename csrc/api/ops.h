@@ -54,4 +54,13 @@ std::tuple<torch::stable::Tensor, torch::stable::Tensor, torch::stable::Tensor> 
     std::optional<torch::stable::Tensor> const& seqused_k, double softmax_scale, bool causal,
     bool deterministic);
 
+// q, k, v of 16 bits -> e4m3 and descales: csrc/launch/quantize.h. `granularity` is its enum's
+// number.
+std::tuple<torch::stable::Tensor, torch::stable::Tensor, torch::stable::Tensor,
+           torch::stable::Tensor, torch::stable::Tensor, torch::stable::Tensor>
+quantize_qkv(torch::stable::Tensor const& q, torch::stable::Tensor const& k,
+             torch::stable::Tensor const& v, std::optional<torch::stable::Tensor> const& cos,
+             std::optional<torch::stable::Tensor> const& sin, bool interleaved, int64_t granularity,
+             int64_t block, bool hadamard, int64_t seed, bool transpose_v);
+
 }  // namespace flash3

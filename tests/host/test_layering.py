@@ -27,9 +27,10 @@ KERNEL_FOLDERS = {
     "forward": {"forward", "attention", "common"},
     "backward": {"backward", "attention", "common"},
     "merge": {"merge"},
+    "quantize": {"quantize", "common"},
 }
 # What device code sees of the host: the structs that cross, the row's types, and the check of a CUDA call.
-SHARED_WITH_KERNELS = {"params.h", "plan.h", "merge.h", "cuda_check.h"}
+SHARED_WITH_KERNELS = {"params.h", "plan.h", "merge.h", "quantize.h", "cuda_check.h"}
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 80
