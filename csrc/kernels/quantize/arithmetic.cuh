@@ -58,6 +58,15 @@ __device__ inline uint32_t to_e4m3(float a, float b, float c, float d) {
   return uint32_t(low) | uint32_t(high) << 16;
 }
 
+// 16 bytes to shared memory, behind the thread's back; zeros if `exists` is false, and then the
+// address is not read.
+__device__ inline void copy_async(uint4* to, void const* from, bool exists) {
+  asm volatile(
+      "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(unsigned(__cvta_generic_to_shared(to))),
+      "l"(from), "r"(exists ? 16 : 0)
+      : "memory");
+}
+
 // Eight neighbouring elements.
 struct Chunk {
   float x[8];

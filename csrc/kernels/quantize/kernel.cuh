@@ -2,8 +2,6 @@
 // head; it holds one in registers, as float32, while the next is on its way to shared memory.
 #pragma once
 
-#include <cuda_pipeline_primitives.h>
-
 #include "quantize/rotate.cuh"
 #include "quantize/transpose.cuh"
 
@@ -25,8 +23,10 @@ constexpr int max_threads(int chunks) {
 
 struct QuantizeArgs {
   QuantizeParams p;
-  int first_item[4];  // of each operand, and behind the last
-  int row_blocks[3];
+  QuantizePass pass;
+  int first_item[4];    // of each operand, and behind the last
+  int row_blocks[3];    // of a head
+  int scale_blocks[3];  // of them those that have a descale, if scales are of blocks
 };
 
 // A block of rows of one head, as a CTA's step.
@@ -51,20 +51,29 @@ struct Quantizer {
   static constexpr int kRows = rows_per_thread(kChunks);
 
   QuantizeParams const& p;
-  uint4* prefetched;      // [kRows][kChunks][threads]: each thread reads what it asked for itself
-  uint32_t const* masks;  // [256]: sign bits
-  unsigned* warp_max;     // [2][16]
+  int const (&scale_blocks)[3];
+  uint4* prefetched;  // [kRows][kChunks][threads]: each thread reads what it asked for itself
+  uint4 const* packed_masks;  // [32]: sign bits of 16-bit elements, eight at a time
+  unsigned* warp_max;         // [2][16]
   TransposeTile tile;
   int step = 0;
 
   __device__ QuantizeOperand const& operand(QuantizeItem const& item) const {
     return p.operands[item.operand];
   }
+  __device__ int rows_at_once() const { return blockDim.x / kThreadsPerRow; }
   __device__ int row_in_block(int r) const {
-    return threadIdx.x / kThreadsPerRow + r * (blockDim.x / kThreadsPerRow);
+    return threadIdx.x / kThreadsPerRow + r * rows_at_once();
   }
   __device__ int column(int j) const {
     return 8 * (j * kThreadsPerRow + threadIdx.x % kThreadsPerRow);
+  }
+  // Chunks j < my_chunks() of this thread exist.
+  __device__ int my_chunks() const {
+    return (p.head_dim / 8 + kThreadsPerRow - 1 - threadIdx.x % kThreadsPerRow) / kThreadsPerRow;
+  }
+  __device__ uint4* slot(int r, int j) const {
+    return prefetched + (r * kChunks + j) * max_threads(kChunks) + threadIdx.x;
   }
   __device__ Half const* row_address(QuantizeItem const& item, int row) const {
     TensorView const& in = operand(item).in;
@@ -75,40 +84,51 @@ struct Quantizer {
   // Rows and columns that do not exist arrive as zeros.
   __device__ void prefetch(QuantizeItem const& item) const {
     if (item.operand >= 0) {
+      int const row = item.block * p.block + row_in_block(0), chunks = my_chunks();
+      Half const* from = row_address(item, row) + column(0);
+      int64_t const stride = rows_at_once() * operand(item).in.seqlen_stride;
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        int const row = item.block * p.block + row_in_block(r);
+        bool const row_exists = row + r * rows_at_once() < operand(item).seqlen;
 #pragma unroll
         for (int j = 0; j < kChunks; ++j) {
-          bool const exists = row < operand(item).seqlen && column(j) < p.head_dim;
-          Half const* const from = exists ? row_address(item, row) + column(j)
-                                          : static_cast<Half const*>(operand(item).in.ptr);
-          __pipeline_memcpy_async(prefetched + (r * kChunks + j) * blockDim.x + threadIdx.x, from,
-                                  16, exists ? 0 : 16);
+          copy_async(slot(r, j), from + j * kThreadsPerRow * 8, row_exists && j < chunks);
         }
+        from += stride;
       }
     }
-    __pipeline_commit();
+    asm volatile("cp.async.commit_group;");
   }
 
-  __device__ void take(Chunk (&y)[kRows][kChunks]) const {
-    __pipeline_wait_prior(0);
+  // The elements, with their random signs unless they are rotated first.
+  __device__ void take(Chunk (&y)[kRows][kChunks], bool change) const {
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
+    for (int j = 0; j < kChunks; ++j) {
+      uint4 mask{};
+      if (change) mask = packed_masks[column(j) / 8];
 #pragma unroll
-      for (int j = 0; j < kChunks; ++j) {
-        y[r][j] = unpack<Half>(prefetched[(r * kChunks + j) * blockDim.x + threadIdx.x]);
+      for (int r = 0; r < kRows; ++r) {
+        uint4 const x = *slot(r, j);
+        y[r][j] = unpack<Half>(make_uint4(x.x ^ mask.x, x.y ^ mask.y, x.z ^ mask.z, x.w ^ mask.w));
       }
     }
   }
 
+  // Rotary embedding, then the signs.
   __device__ void embed(QuantizeItem const& item, Chunk (&y)[kRows][kChunks]) const {
+    bool const in_registers = !p.rotary.interleaved && p.rotary.width == 32 * kChunks &&
+                              kChunks % 2 == 0;  // both elements of every pair
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       int const row = item.block * p.block + row_in_block(r);
       if (row >= operand(item).seqlen) continue;
-      Half const* const address = row_address(item, row);
       int64_t const position = operand(item).first_position + row;
+      if (in_registers) {
+        rotary_row<Half, kChunks>(y[r], column(0), p.rotary, position);
+        continue;
+      }
+      Half const* const address = row_address(item, row);
 #pragma unroll
       for (int j = 0; j < kChunks; ++j) {
         // Opaque, or the addresses of all chunks are computed in front and there are no registers.
@@ -118,16 +138,12 @@ struct Quantizer {
         rotary_chunk<Half>(y[r][j], address, first, p.rotary, position);
       }
     }
-  }
-
-  __device__ void transform(Chunk (&y)[kRows][kChunks]) const {
+    if (p.hadamard_block == 0) return;
 #pragma unroll
     for (int j = 0; j < kChunks; ++j) {
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) change_signs(y[r][j], masks + column(j));
+      for (int r = 0; r < kRows; ++r) change_signs(y[r][j], packed_masks[column(j) / 8]);
     }
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) hadamard<kChunks>(y[r], p.hadamard_block);
   }
 
   // The CTA's largest magnitude, as bits, which for numbers >= 0 are in their order.
@@ -177,8 +193,7 @@ struct Quantizer {
       case Granularity::kBlock:
         break;
     }
-    int const blocks = (x.seqlen + p.block - 1) / p.block;
-    return (item.batch * x.heads + item.head) * blocks + item.block;
+    return (item.batch * x.heads + item.head) * scale_blocks[item.operand] + item.block;
   }
 
   // The factor before rounding. One thread writes the descale; where blocks share one, of each.
@@ -197,57 +212,73 @@ struct Quantizer {
     return amax_bits == 0 ? 1.f : __fdiv_rn(kLargest, amax);
   }
 
-  __device__ void write(QuantizeItem const& item, Chunk const (&y)[kRows][kChunks], float scale) {
+  __device__ static uint2 round(Chunk const& chunk, float scale) {
+    float z[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) z[i] = multiply(chunk.x[i], scale);
+    return make_uint2(to_e4m3(z[0], z[1], z[2], z[3]), to_e4m3(z[4], z[5], z[6], z[7]));
+  }
+
+  __device__ void write(QuantizeItem const& item, Chunk const (&y)[kRows][kChunks],
+                        float scale) const {
     QuantizeOperand const& x = operand(item);
-    auto* const out = static_cast<uint8_t*>(x.out);
+    int const row = item.block * p.block + row_in_block(0), chunks = my_chunks();
+    int64_t const stride = int64_t(x.heads) * p.head_dim;
+    uint8_t* to = static_cast<uint8_t*>(x.out) + (item.batch * x.seqlen + row) * stride +
+                  item.head * p.head_dim + column(0);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      int const row = item.block * p.block + row_in_block(r);
-      int64_t const at =
-          ((item.batch * x.seqlen + row) * x.heads + item.head) * int64_t(p.head_dim);
+      if (row + r * rows_at_once() >= x.seqlen) break;
 #pragma unroll
       for (int j = 0; j < kChunks; ++j) {
-        if (column(j) >= p.head_dim) continue;
-        float z[8];
+        uint2 const eight = round(y[r][j], scale);
+        if (j < chunks) *reinterpret_cast<uint2*>(to + j * kThreadsPerRow * 8) = eight;
+      }
+      to += rows_at_once() * stride;
+    }
+  }
+
+  __device__ void write_transposed_block(QuantizeItem const& item, Chunk const (&y)[kRows][kChunks],
+                                         float scale) const {
+    QuantizeOperand const& x = operand(item);
+    int const chunks = my_chunks();
 #pragma unroll
-        for (int i = 0; i < 8; ++i) z[i] = multiply(y[r][j].x[i], scale);
-        uint2 const eight =
-            make_uint2(to_e4m3(z[0], z[1], z[2], z[3]), to_e4m3(z[4], z[5], z[6], z[7]));
-        if (x.transposed) {
-          tile.store(row_in_block(r), column(j), eight);
-        } else if (row < x.seqlen) {
-          *reinterpret_cast<uint2*>(out + at + column(j)) = eight;
-        }
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int j = 0; j < kChunks; ++j) {
+        uint2 const eight = round(y[r][j], scale);
+        if (j < chunks) tile.store(row_in_block(r), column(j), eight);
       }
     }
-    if (!x.transposed) return;
     __syncthreads();  // the barrier of the next block_max keeps its stores behind these reads
     int64_t const pitch =
         int64_t(x.seqlen + kQuantizeKeyTile - 1) / kQuantizeKeyTile * kQuantizeKeyTile;
-    write_transposed(tile, p.block,
-                     out + (item.batch * x.heads + item.head) * p.head_dim * pitch +
-                         int64_t(item.block) * p.block,
-                     pitch);
+    int64_t const first_row = (item.batch * x.heads + item.head) * p.head_dim;
+    write_transposed(
+        tile, p.block,
+        static_cast<uint8_t*>(x.out) + first_row * pitch + int64_t(item.block) * p.block, pitch);
   }
 };
 
-template <class Half, int kChunks, QuantizePass pass>
+template <class Half, int kChunks, bool kRotary>
 __global__ void __launch_bounds__(max_threads(kChunks), 512 / max_threads(kChunks))
     quantize_kernel(__grid_constant__ QuantizeArgs const args) {
   extern __shared__ uint4 smem[];
   QuantizeParams const& p = args.p;
   constexpr int kRows = rows_per_thread(kChunks);
   __shared__ unsigned warp_max[32];
-  __shared__ alignas(16) uint32_t masks[256];
-  for (int i = threadIdx.x; i < 256; i += blockDim.x) {
-    masks[i] = p.signs[i / 32] >> (i % 32) << 31;
+  __shared__ uint4 packed_masks[32];
+  for (int i = threadIdx.x; i < 128; i += blockDim.x) {
+    uint32_t const bits = p.signs[i / 16] >> (2 * i % 32);
+    reinterpret_cast<uint32_t*>(packed_masks)[i] = (bits & 1) << 15 | (bits & 2) << 30;
   }
   Quantizer<Half, kChunks> quantizer{
       p,
+      args.scale_blocks,
       smem,
-      masks,
+      packed_masks,
       warp_max,
-      {reinterpret_cast<uint32_t*>(smem + kRows * kChunks * blockDim.x), p.head_dim}};
+      {reinterpret_cast<uint32_t*>(smem + kRows * kChunks * max_threads(kChunks)), p.head_dim}};
   __syncthreads();
 
   unsigned index = blockIdx.x;
@@ -255,22 +286,34 @@ __global__ void __launch_bounds__(max_threads(kChunks), 512 / max_threads(kChunk
   quantizer.prefetch(item);
   while (item.operand >= 0) {
     Chunk y[kRows][kChunks];
-    quantizer.take(y);
+    bool const rotated = p.operands[item.operand].rotated;
+    bool const embedded = kRotary && rotated, transformed = rotated && p.hadamard_block;
+    quantizer.take(y, transformed && !embedded);
     index += gridDim.x;
     QuantizeItem const next = find_item(args, index);
     quantizer.prefetch(next);
 
-    if (p.operands[item.operand].rotated && p.rotary.cos) quantizer.embed(item, y);
-    if (p.operands[item.operand].rotated && p.hadamard_block) quantizer.transform(y);
+    if constexpr (kRotary) {
+      if (embedded) quantizer.embed(item, y);
+    }
+    if (transformed) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) hadamard<kChunks>(y[r], p.hadamard_block);
+    }
     unsigned amax = quantizer.finite_max(y);
-    if constexpr (pass == QuantizePass::kFindAmax) {
+    if (args.pass == QuantizePass::kFindAmax) {
       if (threadIdx.x == 0)
         atomicMax(p.operands[item.operand].amax + quantizer.scale_index(item), amax);
     } else {
-      if constexpr (pass == QuantizePass::kWrite) {
+      if (args.pass == QuantizePass::kWrite) {
         amax = p.operands[item.operand].amax[quantizer.scale_index(item)];
       }
-      quantizer.write(item, y, quantizer.scale(item, amax));
+      float const scale = quantizer.scale(item, amax);
+      if (p.operands[item.operand].transposed) {
+        quantizer.write_transposed_block(item, y, scale);
+      } else {
+        quantizer.write(item, y, scale);
+      }
     }
     item = next;
   }

@@ -45,8 +45,10 @@ __device__ void hadamard(Chunk (&row)[kChunks], int block) {
   for (int j = 0; j < kChunks; ++j) {
     hadamard_within(row[j]);
     hadamard_across(row[j], 1);
-    if (block >= 32) hadamard_across(row[j], 2);
   }
+  if (block < 32) return;
+#pragma unroll
+  for (int j = 0; j < kChunks; ++j) hadamard_across(row[j], 2);
 #pragma unroll
   for (int distance = 1; distance < kChunks; distance *= 2) {
     // A block that long divides head_dim, so that both chunks of each pair are there.
@@ -64,13 +66,14 @@ __device__ void hadamard(Chunk (&row)[kChunks], int block) {
   }
 }
 
-// `masks` holds the sign bit of each element that changes its sign, 0 for others.
-__device__ inline void change_signs(Chunk& chunk, uint32_t const* masks) {
-  uint4 const low = reinterpret_cast<uint4 const*>(masks)[0];
-  uint4 const high = reinterpret_cast<uint4 const*>(masks)[1];
-  uint32_t const mask[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+// `mask` holds the sign bits of eight elements of 16 bits.
+__device__ inline void change_signs(Chunk& chunk, uint4 const& mask) {
+  uint32_t const words[4] = {mask.x, mask.y, mask.z, mask.w};
 #pragma unroll
-  for (int i = 0; i < 8; ++i) chunk.x[i] = __uint_as_float(__float_as_uint(chunk.x[i]) ^ mask[i]);
+  for (int i = 0; i < 8; ++i) {
+    uint32_t const sign = i % 2 ? words[i / 2] & 0x80000000u : words[i / 2] << 16;
+    chunk.x[i] = __uint_as_float(__float_as_uint(chunk.x[i]) ^ sign);
+  }
 }
 
 // Elements [4 * part, 4 * part + 4) of a chunk, whose partners are four other columns of the row:
@@ -95,10 +98,18 @@ __device__ inline void rotate_neighbours(Chunk& chunk, Four const& cos, Four con
   }
 }
 
+// Four entries of a table of float32 or of Half.
 template <class Half>
-__device__ Four load_entries(void const* table, int64_t entry, bool fp32) {
+__device__ Four load_entries(void const* table, unsigned entry, bool fp32) {
   return fp32 ? load_four(static_cast<float const*>(table) + entry)
               : load_four(static_cast<Half const*>(table) + entry);
+}
+
+// Where a position's entries begin.
+template <class Half>
+__device__ void const* table_row(void const* table, RotaryTables const& tables, int64_t position) {
+  int64_t const bytes = tables.fp32 ? sizeof(float) : sizeof(Half);
+  return static_cast<char const*>(table) + position * (tables.width / 2) * bytes;
 }
 
 // `row` is where the row begins in memory, `column` the chunk's first column.
@@ -106,22 +117,47 @@ template <class Half>
 __device__ void rotary_chunk(Chunk& chunk, Half const* row, int column, RotaryTables const& tables,
                              int64_t position) {
   int const half = tables.width / 2;
-  int64_t const first_entry = position * half;
+  void const* const cos = table_row<Half>(tables.cos, tables, position);
+  void const* const sin = table_row<Half>(tables.sin, tables, position);
   if (tables.interleaved) {
-    int64_t const entry = first_entry + column / 2;
-    rotate_neighbours(chunk, load_entries<Half>(tables.cos, entry, tables.fp32),
-                      load_entries<Half>(tables.sin, entry, tables.fp32));
+    unsigned const entry = column / 2;
+    rotate_neighbours(chunk, load_entries<Half>(cos, entry, tables.fp32),
+                      load_entries<Half>(sin, entry, tables.fp32));
     return;
   }
   bool const first_half = column < half;
   int const partner = first_half ? column + half : column - half;
 #pragma unroll
   for (int part = 0; part < 2; ++part) {
-    int64_t const entry = first_entry + (first_half ? column : partner) + 4 * part;
+    unsigned const entry = (first_half ? column : partner) + 4 * part;
     rotate_half(chunk, part, load_four(row + partner + 4 * part),
-                load_entries<Half>(tables.cos, entry, tables.fp32),
-                load_entries<Half>(tables.sin, entry, tables.fp32), first_half);
+                load_entries<Half>(cos, entry, tables.fp32),
+                load_entries<Half>(sin, entry, tables.fp32), first_half);
     asm volatile("" ::: "memory");  // one part's loads at a time: there are no more registers
+  }
+}
+
+// The whole row by halves, where each thread holds both elements of its pairs: chunks j and
+// j + kChunks / 2. `column` is that of the first chunk.
+template <class Half, int kChunks>
+__device__ void rotary_row(Chunk (&row)[kChunks], int column, RotaryTables const& tables,
+                           int64_t position) {
+  void const* const cos_row = table_row<Half>(tables.cos, tables, position);
+  void const* const sin_row = table_row<Half>(tables.sin, tables, position);
+#pragma unroll
+  for (int part = 0; part < kChunks / 2 * 2; ++part) {
+    int const j = part / 2, base = 4 * (part % 2);
+    unsigned entry = column + 8 * kThreadsPerRow * j + base;
+    asm volatile("" : "+r"(entry));  // as in Quantizer::embed
+    Four const cos = load_entries<Half>(cos_row, entry, tables.fp32);
+    Four const sin = load_entries<Half>(sin_row, entry, tables.fp32);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float &low = row[j].x[base + i], &high = row[j + kChunks / 2].x[base + i];
+      float const first = low, second = high;
+      low = subtract(multiply(first, cos.x[i]), multiply(second, sin.x[i]));
+      high = add(multiply(first, sin.x[i]), multiply(second, cos.x[i]));
+    }
   }
 }
 

@@ -41,10 +41,10 @@ __device__ inline void transpose_bytes(uint32_t const (&in)[4], uint32_t (&out)[
 // after a barrier behind the tile's stores.
 __device__ inline void write_transposed(TransposeTile const& tile, int rows, uint8_t* out,
                                         int64_t pitch) {
-  int const groups = rows / 16;
-  for (int unit = threadIdx.x; unit < groups * (tile.head_dim / 4); unit += blockDim.x) {
-    int const group = unit % groups, index = unit / groups;  // 16 keys, 4 dimensions
-    uint32_t by_dim[4][4];                                   // [dimension][four places of keys]
+  int const shift = rows == 128 ? 3 : 2;  // 8 or 4 groups of 16 keys
+  for (int unit = threadIdx.x; unit < tile.head_dim / 4 << shift; unit += blockDim.x) {
+    int const group = unit & (1 << shift) - 1, index = unit >> shift;  // 16 keys, 4 dimensions
+    uint32_t by_dim[4][4];  // [dimension][four places of keys]
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
       int const key = 16 * group + 2 * c;
