@@ -5,6 +5,7 @@ Each check returns whether all errors are within the accepted one, and a line th
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -16,8 +17,13 @@ from flash3 import reference
 
 # Accepted error of a small problem, as a share of the largest value: a few roundings of the dtype, far below what a
 # wrong index or mask does.
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
+TOLERANCE = {
+    torch.float32: 1e-5,
+    torch.float16: 4e-3,
+    torch.bfloat16: 2e-2,
+    torch.float8_e4m3fn: 4e-2,
+}
+DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
 
 
 @dataclass
@@ -99,7 +105,9 @@ def check_row(row: dict, device: torch.device) -> tuple[bool, str]:
         dtype = DTYPES[row["dtype"]]
         problem = Problem.draw(dtype, row["head_dim"], causal=row["mask"] == "causal")
         fwd, bwd = _packed_ops if row["layout"] == "packed" else _dense_ops
-        if row["pass"] == "fwd":
+        if row["pass"] == "fp8":
+            fwd = functools.partial(_fp8_fwd, promote_every=int(row["tile"]["two_level"]))
+        if row["pass"] in ("fwd", "fp8"):
             errors = _forward_errors(problem, device, fwd)
         else:
             errors = _backward_errors(problem, device, bwd)
@@ -127,6 +135,14 @@ def _packed_bwd(dout, q, k, v, out, lse, dlse, scale: float, causal: bool, deter
         *packed, lse, None, *sequences, scale, causal, deterministic
     )
     return tuple(grad.view(x.shape) for grad, x in zip(grads, (q, k, v), strict=True))
+
+
+def _fp8_fwd(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, *, promote_every: int):
+    """``flash3::fp8_fwd`` of e4m3 tensors that stand for themselves."""
+    no_scales, blocks = (None,) * 3, (128,) * 3
+    return torch.ops.flash3.fp8_fwd(
+        q, k, v, *no_scales, *blocks, scale, 1.0, causal, False, promote_every=promote_every
+    )
 
 
 _packed_ops = _packed_fwd, _packed_bwd

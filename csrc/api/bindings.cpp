@@ -55,7 +55,8 @@ SeqLayout layout_from(std::string const& given) {
 py::dict to_dict(FwdTile const& tile) {
   return py::dict("m"_a = tile.m, "n"_a = tile.n, "kv_stages"_a = tile.kv_stages,
                   "q_stages"_a = tile.q_stages, "mma_warpgroups"_a = tile.mma_warpgroups,
-                  "pingpong"_a = tile.pingpong, "dynamic_schedule"_a = tile.dynamic_schedule);
+                  "pingpong"_a = tile.pingpong, "dynamic_schedule"_a = tile.dynamic_schedule,
+                  "overlap"_a = tile.overlap, "two_level"_a = tile.two_level);
 }
 
 py::dict to_dict(BwdTile const& tile) {
@@ -73,7 +74,9 @@ py::dict describe_row(Entry const& row, char const* pass) {
 
 py::list variants() {
   py::list rows;
-  for (FwdEntry const& row : fwd_table()) rows.append(describe_row(row, "fwd"));
+  for (FwdEntry const& row : fwd_table()) {
+    rows.append(describe_row(row, row.key.dtype == DType::kE4M3 ? "fp8" : "fwd"));
+  }
   for (BwdEntry const& row : bwd_table()) rows.append(describe_row(row, "bwd"));
   return rows;
 }

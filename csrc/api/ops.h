@@ -26,6 +26,18 @@ std::tuple<torch::stable::Tensor, torch::stable::Tensor, torch::stable::Tensor> 
     std::optional<torch::stable::Tensor> const& dlse, double softmax_scale, bool causal,
     bool deterministic);
 
+// e4m3 q (b, sq, hq, d), k and v (b, sk, hk, d), or with v_transposed v (b, hk, d, sk rounded up to
+// 128) in the order of csrc/kernels/fp8/operands.cuh. *_descale (b, heads, blocks of *_block rows)
+// float32, or none: factors to multiply by; v_scale is one more. out is bfloat16 unless out_dtype
+// is float16. promote_every 1: two-level sums of P V (FwdTile).
+std::tuple<torch::stable::Tensor, torch::stable::Tensor> fp8_forward(
+    torch::stable::Tensor const& q, torch::stable::Tensor const& k, torch::stable::Tensor const& v,
+    std::optional<torch::stable::Tensor> const& q_descale,
+    std::optional<torch::stable::Tensor> const& k_descale,
+    std::optional<torch::stable::Tensor> const& v_descale, int64_t q_block, int64_t k_block,
+    int64_t v_block, double softmax_scale, double v_scale, bool causal, bool v_transposed,
+    std::optional<torch::headeronly::ScalarType> out_dtype, int64_t promote_every);
+
 // Attention of the same queries to two sets of keys -> to both, written to out and lse, which may
 // be out_1 and lse_1. out and out_1 (b, s, h, d) are fp32 or of out_2's dtype; lse, lse_1, lse_2
 // (b, h, s) fp32.

@@ -24,14 +24,16 @@ struct TmaOperand {
 // TMA wants an address and strides that are multiples of 16 bytes, strides below 2^40 bytes, and no
 // stride 0.
 inline bool tma_reads(Argument const& x, void const* address) {
-  constexpr int64_t kUnit = 8;  // elements in 16 bytes
+  int64_t const element_bytes = x.dtype == aoti_torch_dtype_float8_e4m3fn() ? 1 : 2;
+  int64_t const unit = 16 / element_bytes;
   // Packed rows: kWrap of tensor_map.h.
-  int64_t const max_stride = x.sizes.size() == 3 ? int64_t{1} << 34 : (int64_t{1} << 40) / 2;
+  int64_t const max_stride =
+      x.sizes.size() == 3 ? int64_t{1} << 34 : (int64_t{1} << 40) / element_bytes;
   std::size_t const last = x.sizes.size() - 1;
   if (reinterpret_cast<std::uintptr_t>(address) % 16 != 0 || x.strides[last] != 1) return false;
   for (std::size_t dim = 0; dim < last; ++dim) {
     int64_t const stride = x.strides[dim];
-    bool const fits = stride > 0 && stride % kUnit == 0 && stride < max_stride;
+    bool const fits = stride > 0 && stride % unit == 0 && stride < max_stride;
     if (x.sizes[dim] > 1 && !fits) return false;
   }
   return true;

@@ -16,6 +16,11 @@ int widest_head_dim(Problem const& problem) {
   return std::max(problem.head_dim, problem.head_dim_v);
 }
 
+bool sums_as_asked(FwdTile const& tile, Problem const& problem) {
+  return tile.two_level == problem.two_level;
+}
+bool sums_as_asked(BwdTile const&, Problem const&) { return true; }
+
 // The row with the smallest head_dim that holds the problem's; null if none does. TMA pads the
 // difference with zeros.
 template <class Entry>
@@ -24,7 +29,8 @@ Entry const* find(std::span<Entry const> table, Problem const& problem) {
   for (Entry const& row : table) {
     KernelKey const& key = row.key;
     bool const serves = key.dtype == problem.dtype && key.mask == problem.mask &&
-                        key.layout == problem.layout && key.head_dim >= widest_head_dim(problem);
+                        key.layout == problem.layout && key.head_dim >= widest_head_dim(problem) &&
+                        sums_as_asked(row.tile, problem);
     if (serves && (best == nullptr || key.head_dim < best->key.head_dim)) best = &row;
   }
   return best;
@@ -57,8 +63,9 @@ template <class Entry>
   throw NotBuilt(
       "flash3: this build has no " + std::string(pass) + " kernel for dtype " + dtype +
       ", head_dim " + std::to_string(widest_head_dim(problem)) + ", mask " + mask + ", layout " +
-      layout + ". Nearest built rows: " + nearest_rows(table, problem) + ". FLASH3_VARIANTS=\"" +
-      dtype + "," + mask + (problem.layout == SeqLayout::kPacked ? ",packed" : "") +
+      layout + (problem.two_level ? ", two-level sums" : "") +
+      ". Nearest built rows: " + nearest_rows(table, problem) + ". FLASH3_VARIANTS=\"" + dtype +
+      "," + mask + (problem.layout == SeqLayout::kPacked ? ",packed" : "") +
       "\" builds every row of this dtype and mask, FLASH3_VARIANTS=all builds every row.");
 }
 

@@ -6,7 +6,7 @@
 
 namespace flash3 {
 
-enum class DType : int { kF16, kBF16 };
+enum class DType : int { kF16, kBF16, kE4M3 };
 enum class MaskKind : int {
   kFull,
   kCausal
@@ -39,6 +39,7 @@ struct Problem {
   int head_dim = 0;    // of q and k
   int head_dim_v = 0;  // of v and out
   float softmax_scale = 0.f;
+  bool two_level = false;  // e4m3: see FwdTile
 };
 
 // Where the sequences of a packed call lie, on the device. Sequence b has the slot of rows
@@ -71,6 +72,25 @@ struct BlockList {
   int* count = nullptr;  // how many there are
 };
 
+// Factors that turn e4m3 numbers back into what they stand for: (batch, heads, blocks of 64 or 128
+// rows), any strides. Null: all 1.
+struct Fp8Scales {
+  float const* ptr = nullptr;
+  int64_t batch_stride = 0, head_stride = 0, block_stride = 0;
+  int log2_block = 7;
+};
+
+// The keys of a transposed V are padded with zeros to a multiple of this.
+inline constexpr int kTransposedKeys = 128;
+
+struct Fp8Params {
+  Fp8Scales q_scales, k_scales, v_scales;
+  float v_scale = 1.f;
+  bool v_transposed =
+      false;  // v is (batch, heads, head_dim, keys) in the order of fp8/operands.cuh
+  DType out_dtype = DType::kBF16;
+};
+
 struct FwdParams {
   Problem problem;
   TensorView q, k, v;           // inputs
@@ -80,6 +100,7 @@ struct FwdParams {
   int grid = 0;                 // persistent CTAs
   PackedRows rows;              // of a packed call, likewise:
   BlockList q_blocks;           // of tile.m queries
+  Fp8Params fp8;                // of an e4m3 call
 };
 
 struct BwdParams {

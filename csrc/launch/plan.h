@@ -31,6 +31,12 @@ struct FwdTile {
   int mma_warpgroups;
   bool pingpong;          // warpgroups take turns to issue their GEMMs
   bool dynamic_schedule;  // tiles are handed out by an atomic counter instead of a fixed stride
+  // e4m3 rows: whether softmax runs under P V of its own warpgroup, for which P of the block before
+  // must stay in registers beside S and O; else it runs under the other warpgroups' GEMMs alone.
+  bool overlap = true;
+  // e4m3 rows: P V of each step goes into accumulators of its own, which are added to O in fp32:
+  // the tensor cores' own sums of 8-bit products keep about 13 bits.
+  bool two_level = false;
 };
 
 // How a backward row runs. n counts the keys that one CTA owns, m the query rows of one step.

@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 
-from .table import DTYPES, LAYOUTS, MASKS, Bwd, Fwd
+from .table import DTYPES, LAYOUTS, MASKS, Bwd, Fwd, is_fp8
 
 SMEM_LIMIT = (
     227 * 1024
@@ -24,10 +24,17 @@ MAX_TMA_BOX = 256  # elements along one dimension of a TMA box
 KERNEL_BUDGET = 240  # kernels in the whole table
 DS_STAGES = 2  # slots for dS, kDsSlots of backward/traits.cuh
 
-# Registers of a consumer thread after setmaxnreg, by consumer warpgroups: kRegisters of the two traits.cuh.
+# Registers of a consumer thread after setmaxnreg, by consumer warpgroups: kRegisters of the traits.cuh.
 CONSUMER_REGISTERS = {Fwd: {1: 232, 2: 232, 3: 160}, Bwd: {1: 240, 2: 240, 3: 160}}
+FP8_CONSUMER_REGISTERS = {2: 224, 3: 152}  # their producer warpgroups also transpose V
 # Row statistics, addresses, barrier phases: what a mainloop keeps beside its accumulators.
 OTHER_REGISTERS = 24
+
+
+def consumer_registers(row: Fwd | Bwd) -> int | None:
+    """Registers that a consumer thread of the row has; None for a count of warpgroups that no kernel has."""
+    budgets = FP8_CONSUMER_REGISTERS if is_fp8(row) else CONSUMER_REGISTERS[type(row)]
+    return budgets.get(row.mma_warpgroups)
 
 
 class LimitError(ValueError):
@@ -39,9 +46,17 @@ def keys_shared(row: Bwd) -> bool:
     return row.n == WARPGROUP_ROWS
 
 
+def sums_twice(row: Fwd | Bwd) -> bool:
+    """Whether P V has accumulators of its own beside O."""
+    return isinstance(row, Fwd) and row.two_level
+
+
 def smem_bytes(row: Fwd | Bwd) -> int:
     """Shared memory of one CTA, in bytes."""
     head_dim = row.key.head_dim
+    if is_fp8(row):  # Q, K, V as it comes and V transposed; O goes straight to global memory
+        rows_held = row.q_stages * row.m + 3 * row.kv_stages * row.n
+        return rows_held * head_dim + BARRIER_BYTES
     if isinstance(row, Fwd):  # O is staged in the slot of the Q tile it belongs to
         rows_held = row.q_stages * row.m + 2 * row.kv_stages * row.n
         return rows_held * head_dim * ELEMENT_BYTES + BARRIER_BYTES
@@ -61,8 +76,11 @@ def registers(row: Fwd | Bwd) -> int:
     if isinstance(row, Fwd):
         rows_per_thread = row.m / row.mma_warpgroups / WARPGROUP_THREADS
         scores = rows_per_thread * row.n  # fp32
-        probabilities = scores / 2  # two to a register; live beside the next step's scores
-        output = rows_per_thread * head_dim
+        # two (e4m3: four) to a register; live beside the next step's scores
+        probabilities = scores / (4 if is_fp8(row) else 2)
+        output = rows_per_thread * head_dim * (2 if row.two_level else 1)
+        if not row.overlap:  # P is used up before the next scores come
+            return int(max(scores, probabilities) + output) + OTHER_REGISTERS
         return int(scores + probabilities + output) + OTHER_REGISTERS
     threads = row.mma_warpgroups * WARPGROUP_THREADS
     d_key_value = 2 * row.n * head_dim / threads
@@ -79,7 +97,9 @@ def gemm_widths(row: Fwd | Bwd) -> set[int]:
     head_dim = row.key.head_dim
     if isinstance(row, Fwd):
         # kHalfSteps of forward/traits.cuh
-        half_steps = row.key.mask == "causal" and row.m > row.n and row.n % 32 == 0
+        half_steps = (
+            row.key.mask == "causal" and row.m > row.n and row.n % 32 == 0 and not is_fp8(row)
+        )
         return {row.n, head_dim} | ({row.n // 2} if half_steps else set())  # S = Q K^T, O = P V
     # dQ (m x head_dim) is split over the warpgroups by rows where m allows it, else by columns.
     d_query = head_dim * (row.m // WARPGROUP_ROWS) // row.mma_warpgroups
@@ -95,7 +115,7 @@ def problems(row: Fwd | Bwd) -> list[str]:
         if not condition:
             found.append(message)
 
-    require(row.key.dtype in DTYPES, f"dtype {row.key.dtype} is not one of {DTYPES}")
+    require(row.key.dtype in DTYPES or is_fp8(row), f"dtype {row.key.dtype} is not one of {DTYPES}")
     require(row.key.mask in MASKS, f"mask {row.key.mask} is not one of {MASKS}")
     require(row.key.layout in LAYOUTS, f"layout {row.key.layout} is not one of {LAYOUTS}")
     require(
@@ -141,7 +161,7 @@ def problems(row: Fwd | Bwd) -> list[str]:
         smem_bytes(row) <= SMEM_LIMIT,
         f"needs {smem_bytes(row)} bytes of shared memory of {SMEM_LIMIT}",
     )
-    budget = CONSUMER_REGISTERS[type(row)].get(row.mma_warpgroups)
+    budget = consumer_registers(row)
     if budget:
         require(
             registers(row) <= budget, f"needs about {registers(row)} registers a thread of {budget}"
@@ -158,7 +178,9 @@ def check(rows: Iterable[Fwd | Bwd], one_row_per_key: bool = True) -> None:
     rows = list(rows)
     faults = [f"{row.name}: {'; '.join(found)}" for row in rows if (found := problems(row))]
     keys = [
-        f"{type(row).__name__.lower()}_{row.key.suffix}" if one_row_per_key else row.name
+        f"{type(row).__name__.lower()}_{row.key.suffix}{'_two_level' * sums_twice(row)}"
+        if one_row_per_key
+        else row.name
         for row in rows
     ]
     shared = "key" if one_row_per_key else "name"

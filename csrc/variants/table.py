@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 
-DTYPES = ("f16", "bf16")
+DTYPES = ("f16", "bf16")  # of FORWARD and BACKWARD; FP8 is e4m3
 MASKS = ("full", "causal")
 LAYOUTS = (
     "dense",
@@ -46,7 +46,11 @@ class Fwd:
     pingpong: bool
     dynamic_schedule: bool
     why: str
-    tag: str = ""  # ends the name: tells an experiment's tiles of one key apart; none is shipped
+    tag: str = (
+        ""  # ends the name: tells tiles of one key apart, those of an experiment or two_level
+    )
+    overlap: bool = True  # e4m3: softmax beside P V of its own warpgroup
+    two_level: bool = False  # e4m3: O is summed in fp32 outside the tensor cores
 
     @property
     def name(self) -> str:
@@ -75,8 +79,17 @@ def _name(kind: str, key: Key, tag: str) -> str:
     return "_".join([kind, key.suffix, *([tag] if tag else [])])
 
 
+def is_fp8(row: Fwd | Bwd) -> bool:
+    """Whether the row is one of csrc/kernels/fp8: e4m3 operands, for both GEMMs."""
+    return row.key.dtype == "e4m3"
+
+
 def _fwd(head_dim: int, mask: str, **tile) -> list[Fwd]:
     return [Fwd(Key(dtype, head_dim, mask), **tile) for dtype in DTYPES]
+
+
+def _fp8(head_dim: int, mask: str, **tile) -> Fwd:
+    return Fwd(Key("e4m3", head_dim, mask), **tile)
 
 
 def _bwd(head_dim: int, mask: str, **tile) -> list[Bwd]:
@@ -115,6 +128,22 @@ def _packed(rows: list, **tile) -> list:
 FORWARD += _packed(FORWARD, dynamic_schedule=True)
 BACKWARD += _packed(BACKWARD)
 
+# fmt: off
+FP8: list[Fwd] = [
+    _fp8( 64, "full",   m=192, n=128, kv_stages=2, q_stages=2, mma_warpgroups=3, pingpong=True,  dynamic_schedule=False, why="E023"),
+    _fp8( 64, "causal", m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, pingpong=True,  dynamic_schedule=True,  why="E023"),
+    _fp8(128, "full",   m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, pingpong=False, dynamic_schedule=False, why="E023"),
+    _fp8(128, "causal", m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, pingpong=False, dynamic_schedule=True,  why="E023"),
+    _fp8(256, "full",   m=128, n=128, kv_stages=2, q_stages=1, mma_warpgroups=2, pingpong=False, dynamic_schedule=False, why="E023", overlap=False),
+    _fp8(256, "causal", m=128, n=128, kv_stages=2, q_stages=1, mma_warpgroups=2, pingpong=False, dynamic_schedule=True,  why="E023", overlap=False),
+    # O summed in fp32 outside the tensor cores takes registers for a second accumulator.
+    _fp8( 64, "full",   m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, pingpong=True,  dynamic_schedule=False, why="E023", two_level=True, tag="twolevel"),
+    _fp8( 64, "causal", m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, pingpong=True,  dynamic_schedule=True,  why="E023", two_level=True, tag="twolevel"),
+    _fp8(128, "full",   m=128, n=64,  kv_stages=2, q_stages=2, mma_warpgroups=2, pingpong=True,  dynamic_schedule=False, why="E023", two_level=True, tag="twolevel"),
+    _fp8(128, "causal", m=128, n=64,  kv_stages=2, q_stages=2, mma_warpgroups=2, pingpong=True,  dynamic_schedule=True,  why="E023", two_level=True, tag="twolevel"),
+]
+# fmt: on
+
 # What a machine without a Hopper GPU builds by default: enough to compile every path once.
 CORE = (
     "fwd_bf16_hd128_full",
@@ -126,8 +155,9 @@ CORE = (
     "bwd_bf16_hd64_full",
     "bwd_bf16_hd256_causal",
     "bwd_bf16_hd64_causal_packed",
+    "fwd_e4m3_hd128_causal",
 )
 
 
 def all_rows() -> list[Fwd | Bwd]:
-    return list(itertools.chain(FORWARD, BACKWARD))
+    return list(itertools.chain(FORWARD, FP8, BACKWARD))

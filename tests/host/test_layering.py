@@ -26,6 +26,7 @@ KERNEL_FOLDERS = {
     "attention": {"attention", "common"},
     "forward": {"forward", "attention", "common"},
     "backward": {"backward", "attention", "common"},
+    "fp8": {"fp8", "forward", "attention", "common"},
     "merge": {"merge"},
     "quantize": {"quantize", "common"},
 }
@@ -112,7 +113,7 @@ def test_generated_sources_enter_kernels_by_the_launch_headers():
         own = [
             target for quote, target in INCLUDE.findall(generate.row_source(row)) if quote == '"'
         ]
-        assert own in (["forward/launch.cuh"], ["backward/launch.cuh"])
+        assert own in (["forward/launch.cuh"], ["fp8/launch.cuh"], ["backward/launch.cuh"])
     assert INCLUDE.findall(generate.tables_source(all_rows())) == [('"', "plan.h")]
 
 

@@ -137,7 +137,7 @@ def test_filter_selects_rows_by_words(spec, names):
 
 @pytest.mark.parametrize("spec", ["hd512", "f1", "fwd,bwd", ",", "BF16"])
 def test_filter_without_a_match_lists_the_words(spec):
-    words = "bf16, bwd, causal, f16, full, fwd, hd128, hd192, hd256, hd64, packed"
+    words = "bf16, bwd, causal, e4m3, f16, full, fwd, hd128, hd192, hd256, hd64, packed, twolevel"
     with pytest.raises(generate.FilterError, match=words):
         generate.select(spec)
 

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
+from variants.table import is_fp8
 
 from build_tools import kernels, plan, ptxas, sass, toolchain
 from build_tools.jobs import max_jobs
@@ -52,6 +53,11 @@ def functions(objects, row):
 
 
 @pytest.fixture(scope="session")
-def main_kernel(functions, row):
+def main_kernel(functions, kernel_name):
     """The kernel that does the row's GEMMs."""
-    return functions[f"{row.name.split('_')[0]}_kernel"]
+    return functions[kernel_name]
+
+
+@pytest.fixture(scope="session")
+def kernel_name(row):
+    return "fp8_kernel" if is_fp8(row) else f"{row.name.split('_')[0]}_kernel"

@@ -47,11 +47,12 @@ struct Ring {
   alignas(8) FullBarrier full_barriers[kSlots];
   alignas(8) EmptyBarrier empty_barriers[kSlots];
 
-  // One thread, before the CTA-wide fence and sync that publish the barriers.
-  CUTLASS_DEVICE void init(int consumer_warps) {
+  // One thread, before the CTA-wide fence and sync that publish the barriers. `producers` arrive
+  // at each slot: one thread, or so many warps.
+  CUTLASS_DEVICE void init(int consumer_warps, int producers = 1) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kSlots; ++i) {
-      full_barriers[i].init(1);
+      full_barriers[i].init(producers);
       empty_barriers[i].init(consumer_warps);
     }
   }
@@ -71,6 +72,10 @@ struct Ring {
   CUTLASS_DEVICE void commit(Cursor const& at) {
     compiler_fence();
     full_barriers[at.slot].arrive();
+  }
+  // The same for a slot that several converged warps fill.
+  CUTLASS_DEVICE void commit_warp(Cursor const& at) {
+    if (threadIdx.x % kThreadsPerWarp == 0) commit(at);
   }
 
   CUTLASS_DEVICE void wait_full(Cursor const& at) {

@@ -30,23 +30,31 @@ inline auto tensor_map_encoder() {
 }
 
 inline CUtensorMapDataType element_type(DType dtype) {
-  return dtype == DType::kF16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  switch (dtype) {
+    case DType::kF16:
+      return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    case DType::kBF16:
+      return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    default:
+      return CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  }
 }
 
 struct TensorExtent {
   int head_dim, seqlen, heads, batch;
 };
 
-// The map of a 16-bit tensor whose boxes are box_rows (along dimension 1) x 64 (along head_dim),
-// 128-byte swizzled. `strides` count elements and leave out head_dim's, which is 1.
+// The map of a tensor whose boxes are box_rows (along dimension 1) x box_columns (along head_dim),
+// swizzled as wide as they are. `strides` count elements and leave out head_dim's, which is 1.
 template <int kDims>
 CUtensorMap encode_tensor_map(void* address, DType dtype, cuuint64_t const (&dims)[kDims],
-                              int64_t const (&strides)[kDims - 1], int box_rows) {
-  constexpr int kElementBytes = 2;
-  constexpr cuuint32_t kBoxColumns = 64;
+                              int64_t const (&strides)[kDims - 1], int box_rows,
+                              int box_columns = kBoxColumns) {
+  int const element_bytes = dtype == DType::kE4M3 ? 1 : 2;
+  bool const wide = box_columns * element_bytes == 128;
   cuuint64_t byte_strides[kDims - 1];
-  for (int i = 0; i < kDims - 1; ++i) byte_strides[i] = cuuint64_t(strides[i]) * kElementBytes;
-  cuuint32_t box[kDims] = {kBoxColumns, cuuint32_t(box_rows)}, element_strides[kDims];
+  for (int i = 0; i < kDims - 1; ++i) byte_strides[i] = cuuint64_t(strides[i]) * element_bytes;
+  cuuint32_t box[kDims] = {cuuint32_t(box_columns), cuuint32_t(box_rows)}, element_strides[kDims];
   for (int i = 0; i < kDims; ++i) {
     if (i >= 2) box[i] = 1;
     element_strides[i] = 1;
@@ -55,7 +63,8 @@ CUtensorMap encode_tensor_map(void* address, DType dtype, cuuint64_t const (&dim
   auto const encode = [&] {
     return tensor_map_encoder()(&map, element_type(dtype), kDims, address, dims, byte_strides, box,
                                 element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                wide ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+                                CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult result = encode();
@@ -70,6 +79,16 @@ CUtensorMap encode_tensor_map(void* address, DType dtype, cuuint64_t const (&dim
                              std::to_string(int(result)) + ")");
   }
   return map;
+}
+
+// The map of a (batch, heads, rows, columns) tensor of bytes in boxes of a ByteTile.
+template <class Tile>
+CUtensorMap make_byte_tensor_map(TensorView const& view, TensorExtent extent) {
+  cuuint64_t const dims[4] = {cuuint64_t(extent.head_dim), cuuint64_t(extent.seqlen),
+                              cuuint64_t(extent.heads), cuuint64_t(extent.batch)};
+  return encode_tensor_map<4>(view.ptr, DType::kE4M3, dims,
+                              {view.seqlen_stride, view.head_stride, view.batch_stride},
+                              Tile::kRows, Tile::kBoxColumns);
 }
 
 // The map of a (batch, seqlen, heads, head_dim) tensor.

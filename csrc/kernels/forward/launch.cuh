@@ -5,10 +5,9 @@
 #include "common/launch.h"
 #include "common/tensor_map.h"
 #include "forward/kernel.cuh"
+#include "forward/order.cuh"
 
 namespace flash3 {
-
-inline constexpr int kLeastSectionHeads = 8;  // query heads (E011)
 
 // What a key and its value bring to L2 for a head.
 template <class T>
@@ -17,26 +16,10 @@ inline constexpr long long kKvRowBytes = 2LL * T::kHeadDim * sizeof(typename T::
 template <class T>
 typename T::Order make_order(FwdParams const& params) {
   Problem const& p = params.problem;
-  int const num_m_blocks = ceil_div_int(p.seqlen_q, T::kM);
   if constexpr (T::kPacked) {
     return {params.q_blocks, p.num_heads_q, p.num_heads_q / p.num_heads_kv};
-  } else if constexpr (std::is_same_v<typename T::Order, LongestFirst>) {
-    int const group = p.num_heads_q / p.num_heads_kv;
-    int const kv_heads =
-        heads_per_section(kKvRowBytes<T> * p.seqlen_k, ceil_div_int(kLeastSectionHeads, group),
-                          p.num_heads_kv * p.batch);
-    return {num_m_blocks, p.num_heads_q, p.num_heads_q * p.batch, kv_heads * group};
   } else {
-    return {num_m_blocks, p.num_heads_q};
-  }
-}
-
-template <class T>
-typename T::Schedule make_schedule(FwdParams const& params) {
-  if constexpr (std::is_same_v<typename T::Schedule, StaticSchedule>) {
-    return {};
-  } else {
-    return {params.tile_counter};
+    return make_batch_order<typename T::Order>(p, ceil_div_int(p.seqlen_q, T::kM), kKvRowBytes<T>);
   }
 }
 
@@ -83,7 +66,7 @@ FwdArgs<Row> make_fwd_args(FwdParams const& params) {
       .softmax_scale = p.softmax_scale,
       .num_tiles = T::kPacked ? 0 : ceil_div_int(p.seqlen_q, T::kM) * p.num_heads_q * p.batch,
       .order = make_order<T>(params),
-      .schedule = make_schedule<T>(params),
+      .schedule = make_batch_schedule<typename T::Schedule>(params),
   };
 }
 
