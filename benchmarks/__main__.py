@@ -1,5 +1,5 @@
-"""Command line: `python -m benchmarks fwd|bwd|both|overhead` measures flash3 beside its peers, `builds` compares
-kernel builds, `report` renders a file."""
+"""Command line: `python -m benchmarks fwd|bwd|both|overhead` measures flash3 beside its peers, `fp8` the
+float8 forward, `builds` compares kernel builds, `report` renders a file."""
 
 import argparse
 import json
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from . import compare, report
+from . import compare, fp8, report
 from .baselines import find_implementations
 from .builds import command as builds
 from .machine import describe_machine, gpu_state
@@ -101,6 +101,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         command.add_argument(
             "--overhead", action="store_true", help="measure the call overhead too"
         )
+    command = commands.add_parser("fp8", help="time the float8 forward beside our 16-bit one")
+    measuring_arguments(command)
+    grid_arguments(command)
+    command.set_defaults(head_dims=[64, 128, 256])
+    output_arguments(command)
     command = commands.add_parser("shapes", help="time shapes that people run")
     command.add_argument("--mode", choices=("fwd", "bwd"), default="fwd")
     command.add_argument(
@@ -227,11 +232,12 @@ def write(args, result: dict, found) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    if args.command == "builds":
+    if args.command in ("builds", "fp8"):
         if not torch.cuda.is_available():
-            print("error: builds needs a GPU that torch can use", file=sys.stderr)
+            print(f"error: {args.command} needs a GPU that torch can use", file=sys.stderr)
             return 2
-        return builds.main(args, torch.device("cuda"))
+        own_main = builds.main if args.command == "builds" else fp8.main
+        return own_main(args, torch.device("cuda"))
     try:
         stored = args.command == "report"
         result = json.loads(args.result.read_text()) if stored else measure(args)
