@@ -34,6 +34,13 @@ def flash3_attention(q, k, v, documents: Documents | None = None, window: int | 
     return out.view(q.shape)
 
 
+def fp8_attention(q, k, v, documents: Documents | None = None, window: int | None = None):
+    """Forward in float8, quantised on the way; backward in 16 bits."""
+    if documents is not None or window is not None:
+        raise NotImplementedError("attention in float8 has no packed documents and no windows")
+    return flash3.flash_attn_fp8_func(q, k, v, causal=True)
+
+
 def sdpa_attention(q, k, v, documents: Documents | None = None, window: int | None = None):
     """torch's fused kernels, whichever it picks for the machine; documents and windows as a mask."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -56,7 +63,12 @@ def math_attention(q, k, v, documents: Documents | None = None, window: int | No
         return sdpa_attention(q, k, v, documents, window)
 
 
-ATTENTIONS = {"flash3": flash3_attention, "sdpa": sdpa_attention, "math": math_attention}
+ATTENTIONS = {
+    "flash3": flash3_attention,
+    "flash3-fp8": fp8_attention,
+    "sdpa": sdpa_attention,
+    "math": math_attention,
+}
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@
     python examples/train_gpt.py --compare sdpa     # the same seeds with torch's attention too
     python examples/train_gpt.py --pack             # no attention from one source file to another
     python examples/train_gpt.py --window 1024      # to the 1,024 tokens before alone
+    python examples/train_gpt.py --attention flash3-fp8 --compare flash3    # float8 beside bf16
 
 Sequences divided among processes, a GPU each (on CPU: gloo), and the same training in one process:
 
