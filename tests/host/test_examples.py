@@ -141,10 +141,18 @@ def test_the_three_attentions_agree_on_documents(window):
     q = torch.randn(2, 40, 4, 64).bfloat16()
     k, v = torch.randn(2, 2, 40, 2, 64).bfloat16()
     for known in (documents, None):
-        results = [f(q, k, v, known, window).float() for f in gpt.ATTENTIONS.values()]
+        attentions = [f for f in gpt.ATTENTIONS.values() if f is not gpt.fp8_attention]
+        results = [f(q, k, v, known, window).float() for f in attentions]
         assert results[0].shape == (2, 40, 4, 64)
         for other in results[1:]:
             assert (results[0] - other).abs().max() < 0.05
+
+
+def test_attention_in_float8_refuses_documents_and_windows():
+    q = torch.randn(1, 8, 2, 16).bfloat16()
+    for given in ({"documents": stdlib_text.documents(packed_windows())}, {"window": 7}):
+        with pytest.raises(NotImplementedError, match="no packed documents and no windows"):
+            gpt.fp8_attention(q, q, q, **given)
 
 
 def test_packed_documents_are_those_alone():
