@@ -7,6 +7,7 @@
 #include "backward_workspace.h"
 #include "checks.h"
 #include "device.h"
+#include "limits.h"
 #include "memory.h"
 #include "ops.h"
 #include "plan.h"
@@ -18,10 +19,14 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor const& dout_tensor, Tensor co
                                             Tensor const& k_tensor, Tensor const& v_tensor,
                                             Tensor const& out_tensor, Tensor const& lse_tensor,
                                             std::optional<Tensor> const& dlse_tensor,
-                                            double softmax_scale, bool causal, bool deterministic) {
+                                            double softmax_scale, bool causal, bool deterministic,
+                                            int64_t window_left, int64_t window_right,
+                                            int64_t attention_chunk, double softcap) {
   Argument const q(q_tensor, "q"), k(k_tensor, "k"), v(v_tensor, "v"), out(out_tensor, "out"),
       dout(dout_tensor, "dout");
   Shape const shape = check_qkv(q, k, v);
+  LimitArguments const limits{causal, window_left, window_right, attention_chunk, softcap};
+  check_limits(limits);
   check_matches(out, q, shape.out_sizes());
   check_matches(dout, q, shape.out_sizes());
   std::array<int64_t, 3> const lse_sizes{shape.batch, shape.num_heads_q, shape.seqlen_q};
@@ -38,8 +43,8 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor const& dout_tensor, Tensor co
     return {std::move(dq), std::move(dk), std::move(dv)};
   }
 
-  Problem const problem =
-      make_problem(shape, q.dtype, softmax_scale, causal ? MaskKind::kCausal : MaskKind::kFull);
+  Problem problem = make_problem(shape, q.dtype, softmax_scale);
+  set_limits(problem, limits);
   Order const order = deterministic ? Order::kDeterministic : Order::kFree;
   BwdPlan const plan = plan_bwd(problem, order, device.num_sms);
   TmaOperand const q_operand = tma_operand(q), k_operand = tma_operand(k),

@@ -45,7 +45,7 @@ DType dtype_from(std::string const& given) {
 }
 
 MaskKind mask_from(std::string const& given) {
-  return from_word(given, "mask", {MaskKind::kFull, MaskKind::kCausal});
+  return from_word(given, "mask", {MaskKind::kFull, MaskKind::kCausal, MaskKind::kLocal});
 }
 
 SeqLayout layout_from(std::string const& given) {
@@ -154,11 +154,12 @@ PYBIND11_MODULE(_C, module) {
       "torch.ops.flash3.";
   module.def("build_info", &flash3::build_info, "Versions that this module was compiled with.");
   module.def("variants", &flash3::variants, "One dict per kernel row in this build.");
-  module.def("plan", &flash3::plan, "pass_"_a, "dtype"_a, "mask"_a, "batch"_a, "seqlen_q"_a,
-             "seqlen_k"_a, "num_heads_q"_a, "num_heads_kv"_a, "head_dim"_a, "num_sms"_a = 132,
-             "deterministic"_a = false, "layout"_a = "dense",
-             "How a call would run: row, tile, grid, workspace_bytes and why. pass_ is 'fwd' or "
-             "'bwd', dtype 'f16' or 'bf16', mask 'full' or 'causal', layout 'dense' or 'packed', "
-             "for which seqlen_q and seqlen_k are rows of all sequences together. ValueError on "
-             "another word; RuntimeError if no built row serves it.");
+  module.def(
+      "plan", &flash3::plan, "pass_"_a, "dtype"_a, "mask"_a, "batch"_a, "seqlen_q"_a, "seqlen_k"_a,
+      "num_heads_q"_a, "num_heads_kv"_a, "head_dim"_a, "num_sms"_a = 132, "deterministic"_a = false,
+      "layout"_a = "dense",
+      "How a call would run: row, tile, grid, workspace_bytes and why. pass_ is 'fwd' or "
+      "'bwd', dtype 'f16' or 'bf16', mask 'full', 'causal' or 'local', layout 'dense' or 'packed', "
+      "for which seqlen_q and seqlen_k are rows of all sequences together. ValueError on "
+      "another word; RuntimeError if no built row serves it.");
 }

@@ -136,10 +136,8 @@ void check_rows(Tensor const& rows, char const* name, std::array<int64_t, kDims>
                   text({sizes.data(), sizes.size()}), ", got ", text(rows.sizes()));
 }
 
-inline Problem make_problem(Shape const& shape, int32_t dtype, double softmax_scale,
-                            MaskKind mask) {
+inline Problem make_problem(Shape const& shape, int32_t dtype, double softmax_scale) {
   return {.dtype = dtype == aoti_torch_dtype_float16() ? DType::kF16 : DType::kBF16,
-          .mask = mask,
           .batch = static_cast<int>(shape.batch),
           .seqlen_q = static_cast<int>(shape.seqlen_q),
           .seqlen_k = static_cast<int>(shape.seqlen_k),

@@ -7,6 +7,7 @@
 
 #include "checks.h"
 #include "device.h"
+#include "limits.h"
 #include "memory.h"
 #include "ops.h"
 #include "plan.h"
@@ -17,9 +18,14 @@ namespace flash3 {
 
 std::tuple<Tensor, Tensor> forward(Tensor const& q_tensor, Tensor const& k_tensor,
                                    Tensor const& v_tensor, double softmax_scale, bool causal,
-                                   bool /*deterministic: see ops.h*/) {
+                                   bool /*deterministic: see ops.h*/,
+                                   std::optional<Tensor> const& sink_tensor, int64_t window_left,
+                                   int64_t window_right, int64_t attention_chunk, double softcap) {
   Argument const q(q_tensor, "q"), k(k_tensor, "k"), v(v_tensor, "v");
   Shape const shape = check_qkv(q, k, v);
+  LimitArguments const limits{causal, window_left, window_right, attention_chunk, softcap};
+  check_limits(limits);
+  Sink const sink = check_sink(sink_tensor, shape.num_heads_q, q);
   Device const& device = hopper_device(q.placement.device_index);
   torch::stable::accelerator::DeviceGuard const guard(device.index);
 
@@ -29,11 +35,12 @@ std::tuple<Tensor, Tensor> forward(Tensor const& q_tensor, Tensor const& k_tenso
   if (shape.empty()) {  // nothing to write, or no key to see
     torch::stable::zero_(out);
     torch::stable::fill_(lse, -std::numeric_limits<double>::infinity());
+    if (sink_tensor) torch::stable::copy_(lse, torch::stable::unsqueeze(*sink_tensor, 1));
     return {std::move(out), std::move(lse)};
   }
 
-  Problem const problem =
-      make_problem(shape, q.dtype, softmax_scale, causal ? MaskKind::kCausal : MaskKind::kFull);
+  Problem problem = make_problem(shape, q.dtype, softmax_scale);
+  set_limits(problem, limits);
   FwdPlan const plan = plan_fwd(problem, device.num_sms);
   TmaOperand const q_operand = tma_operand(q), k_operand = tma_operand(k),
                    v_operand = tma_operand(v);
@@ -50,6 +57,8 @@ std::tuple<Tensor, Tensor> forward(Tensor const& q_tensor, Tensor const& k_tenso
       .lse = static_cast<float*>(lse.mutable_data_ptr()),
       .tile_counter = counter ? static_cast<int*>(counter->mutable_data_ptr()) : nullptr,
       .grid = plan.grid,
+      .sink = sink.address,
+      .sink_is_fp32 = sink.is_fp32,
   };
   plan.row->launch(params, stream);
   return {std::move(out), std::move(lse)};

@@ -11,11 +11,16 @@ namespace flash3 {
 // q (b, sq, hq, d), k and v (b, sk, hk, d) -> out (b, sq, hq, d) in q's dtype, lse (b, hq, sq)
 // fp32, natural log. `deterministic` is part of the schema for the gradient formula in Python,
 // which hands it to backward; the forward is bitwise reproducible either way.
-std::tuple<torch::stable::Tensor, torch::stable::Tensor> forward(torch::stable::Tensor const& q,
-                                                                 torch::stable::Tensor const& k,
-                                                                 torch::stable::Tensor const& v,
-                                                                 double softmax_scale, bool causal,
-                                                                 bool deterministic);
+//
+// `sink` (hq), of q's dtype or fp32, is one more logit of each head's rows, without a value. A
+// query at position p = i + sk - sq sees keys p - window_left to p + window_right (-1: unbounded;
+// causal: window_right is 0), and with attention_chunk > 0 only those of its own chunk. With
+// softcap > 0 a score s counts as softcap * tanh(s / softcap).
+std::tuple<torch::stable::Tensor, torch::stable::Tensor> forward(
+    torch::stable::Tensor const& q, torch::stable::Tensor const& k, torch::stable::Tensor const& v,
+    double softmax_scale, bool causal, bool deterministic,
+    std::optional<torch::stable::Tensor> const& sink, int64_t window_left, int64_t window_right,
+    int64_t attention_chunk, double softcap);
 
 // Gradients of out and (if given) lse -> dq, dk, dv with the shapes and dtypes of q, k, v,
 // contiguous.
@@ -24,7 +29,17 @@ std::tuple<torch::stable::Tensor, torch::stable::Tensor, torch::stable::Tensor> 
     torch::stable::Tensor const& k, torch::stable::Tensor const& v,
     torch::stable::Tensor const& out, torch::stable::Tensor const& lse,
     std::optional<torch::stable::Tensor> const& dlse, double softmax_scale, bool causal,
-    bool deterministic);
+    bool deterministic, int64_t window_left, int64_t window_right, int64_t attention_chunk,
+    double softcap);
+
+// Gradient of the sinks, in their dtype, from what a forward with them returned and the gradients
+// of that: dense or packed. Rows of lse -inf add nothing; rows that no packed sequence uses are
+// such.
+torch::stable::Tensor sink_backward(torch::stable::Tensor const& dout,
+                                    torch::stable::Tensor const& out,
+                                    torch::stable::Tensor const& lse,
+                                    std::optional<torch::stable::Tensor> const& dlse,
+                                    torch::stable::Tensor const& sink);
 
 // e4m3 q (b, sq, hq, d), k and v (b, sk, hk, d), or with v_transposed v (b, hk, d, sk rounded up to
 // 128) in the order of csrc/kernels/fp8/operands.cuh. *_descale (b, heads, blocks of *_block rows)
@@ -54,7 +69,8 @@ std::tuple<torch::stable::Tensor, torch::stable::Tensor> varlen_forward(
     torch::stable::Tensor const& cu_seqlens_q, torch::stable::Tensor const& cu_seqlens_k,
     std::optional<torch::stable::Tensor> const& seqused_q,
     std::optional<torch::stable::Tensor> const& seqused_k, double softmax_scale, bool causal,
-    bool deterministic);
+    bool deterministic, std::optional<torch::stable::Tensor> const& sink, int64_t window_left,
+    int64_t window_right, int64_t attention_chunk, double softcap);
 
 std::tuple<torch::stable::Tensor, torch::stable::Tensor, torch::stable::Tensor> varlen_backward(
     torch::stable::Tensor const& dout, torch::stable::Tensor const& q,
@@ -64,7 +80,8 @@ std::tuple<torch::stable::Tensor, torch::stable::Tensor, torch::stable::Tensor> 
     torch::stable::Tensor const& cu_seqlens_k,
     std::optional<torch::stable::Tensor> const& seqused_q,
     std::optional<torch::stable::Tensor> const& seqused_k, double softmax_scale, bool causal,
-    bool deterministic);
+    bool deterministic, int64_t window_left, int64_t window_right, int64_t attention_chunk,
+    double softcap);
 
 // q, k, v of 16 bits -> e4m3 and descales: csrc/launch/quantize.h. `granularity` is its enum's
 // number.

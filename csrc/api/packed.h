@@ -75,10 +75,8 @@ inline PackedShape check_packed(Argument const& q, Argument const& k, Argument c
   return shape;
 }
 
-inline Problem make_packed_problem(PackedShape const& shape, int32_t dtype, double softmax_scale,
-                                   bool causal) {
+inline Problem make_packed_problem(PackedShape const& shape, int32_t dtype, double softmax_scale) {
   return {.dtype = dtype == aoti_torch_dtype_float16() ? DType::kF16 : DType::kBF16,
-          .mask = causal ? MaskKind::kCausal : MaskKind::kFull,
           .layout = SeqLayout::kPacked,
           .batch = static_cast<int>(shape.batch),
           .seqlen_q = static_cast<int>(shape.total_q),

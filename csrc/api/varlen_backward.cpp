@@ -6,6 +6,7 @@
 
 #include "backward_workspace.h"
 #include "device.h"
+#include "limits.h"
 #include "memory.h"
 #include "ops.h"
 #include "packed.h"
@@ -19,11 +20,14 @@ std::tuple<Tensor, Tensor, Tensor> varlen_backward(
     Tensor const& v_tensor, Tensor const& out_tensor, Tensor const& lse_tensor,
     std::optional<Tensor> const& dlse_tensor, Tensor const& cu_seqlens_q,
     Tensor const& cu_seqlens_k, std::optional<Tensor> const& seqused_q,
-    std::optional<Tensor> const& seqused_k, double softmax_scale, bool causal, bool deterministic) {
+    std::optional<Tensor> const& seqused_k, double softmax_scale, bool causal, bool deterministic,
+    int64_t window_left, int64_t window_right, int64_t attention_chunk, double softcap) {
   Argument const q(q_tensor, "q"), k(k_tensor, "k"), v(v_tensor, "v"), out(out_tensor, "out"),
       dout(dout_tensor, "dout");
   SequenceTensors const sequences{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
   PackedShape const shape = check_packed(q, k, v, sequences);
+  LimitArguments const limits{causal, window_left, window_right, attention_chunk, softcap};
+  check_limits(limits);
   check_matches(out, q, shape.out_sizes());
   check_matches(dout, q, shape.out_sizes());
   check_rows(lse_tensor, "lse", shape.lse_sizes(), q.placement);
@@ -39,7 +43,8 @@ std::tuple<Tensor, Tensor, Tensor> varlen_backward(
     return {std::move(dq), std::move(dk), std::move(dv)};
   }
 
-  Problem const problem = make_packed_problem(shape, q.dtype, softmax_scale, causal);
+  Problem problem = make_packed_problem(shape, q.dtype, softmax_scale);
+  set_limits(problem, limits);
   Order const order = deterministic ? Order::kDeterministic : Order::kFree;
   BwdPlan const plan = plan_bwd(problem, order, device.num_sms);
   TmaOperand const q_operand = tma_operand(q), k_operand = tma_operand(k),

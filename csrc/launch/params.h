@@ -7,10 +7,9 @@
 namespace flash3 {
 
 enum class DType : int { kF16, kBF16, kE4M3 };
-enum class MaskKind : int {
-  kFull,
-  kCausal
-};  // kCausal is bottom-right aligned: key j is seen by query i if j <= i + sk - sq
+// Bottom-right aligned: query i stands at position p = i + sk - sq on the key axis. kCausal: key j
+// is seen if j <= p. kLocal: if `Window` says so; its rows also cap scores (Problem::softcap).
+enum class MaskKind : int { kFull, kCausal, kLocal };
 
 // kDense: (batch, seqlen, heads, head_dim). kPacked: (rows, heads, head_dim), one sequence after
 // the other.
@@ -24,6 +23,16 @@ struct TensorView {
   int64_t batch_stride = 0;
   int64_t seqlen_stride = 0;
   int64_t head_stride = 0;
+};
+
+// Query at position p sees keys p - left to p + right and, if chunk > 0, of those the ones in its
+// own chunk, [p / chunk * chunk, p / chunk * chunk + chunk); a query before key 0 has no chunk.
+struct Window {
+  static constexpr int kUnbounded = 0x7fffffff;
+
+  int left = kUnbounded, right = kUnbounded;
+  int chunk = 0;
+  bool operator==(Window const&) const = default;
 };
 
 // Shape of one attention call; every extent is at least 1 (empty problems never reach a kernel).
@@ -40,6 +49,8 @@ struct Problem {
   int head_dim_v = 0;  // of v and out
   float softmax_scale = 0.f;
   bool two_level = false;  // e4m3: see FwdTile
+  Window window;        // of kLocal
+  float softcap = 0.f;  // of kLocal, if above 0: score s counts as softcap * tanh(s / softcap)
 };
 
 // Where the sequences of a packed call lie, on the device. Sequence b has the slot of rows
@@ -101,6 +112,8 @@ struct FwdParams {
   PackedRows rows;              // of a packed call, likewise:
   BlockList q_blocks;           // of tile.m queries
   Fp8Params fp8;                // of an e4m3 call
+  void const* sink = nullptr;   // (hq), a logit for each head beside the keys' scores, or null
+  bool sink_is_fp32 = false;    // else of the call's dtype
 };
 
 struct BwdParams {

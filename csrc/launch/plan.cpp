@@ -64,14 +64,23 @@ int usable_sms(int cluster_size, int num_sms) {
   return std::max(1, cluster_size <= 2 ? num_sms : num_sms * 10 / 11);
 }
 
-// How long the CTAs of a backward take together, as a multiple of the time in which one CTA visits
-// all queries of a group. CTAs of a full mask are equally long and come in waves. Under a causal
-// mask the longest of a section of heads go first and the short ones fill the gaps; what the last
+// Whether key blocks have the fewer queries the further they lie: if a limit cuts off one side, as
+// the causal one does. A window cuts off both, and all but the blocks at the ends have as many.
+bool is_triangle(Problem const& problem) {
+  if (problem.mask != MaskKind::kLocal) return problem.mask == MaskKind::kCausal;
+  Window const& window = problem.window;
+  bool const left = window.left != Window::kUnbounded, right = window.right != Window::kUnbounded;
+  return window.chunk == 0 && left != right;
+}
+
+// How long the CTAs of a backward take together, as a multiple of the time in which one of the
+// longest visits the queries of a group. CTAs of equal length come in waves. Under a causal mask
+// the longest of a section of heads go first and the short ones fill the gaps; what the last
 // section leaves uneven is about half of a longest CTA.
 double relative_time(Problem const& problem, int64_t key_blocks, int cluster_size, int num_sms) {
   constexpr double kUnevenEnd = 0.5;
   double const ctas = double(key_blocks) * cluster_size / usable_sms(cluster_size, num_sms);
-  if (problem.mask == MaskKind::kFull) return std::ceil(ctas) / cluster_size;
+  if (!is_triangle(problem)) return std::ceil(ctas) / cluster_size;
   double const mean_length =
       1.0 - 0.5 * std::min(problem.seqlen_q, problem.seqlen_k) / problem.seqlen_k;
   double const load = mean_length * ctas;

@@ -13,7 +13,8 @@ import itertools
 from dataclasses import dataclass, replace
 
 DTYPES = ("f16", "bf16")  # of FORWARD and BACKWARD; FP8 is e4m3
-MASKS = ("full", "causal")
+# "local" rows take windows, chunks and soft capping, in any combination: they are run-time parameters.
+MASKS = ("full", "causal", "local")
 LAYOUTS = (
     "dense",
     "packed",
@@ -100,21 +101,27 @@ def _bwd(head_dim: int, mask: str, **tile) -> list[Bwd]:
 FORWARD: list[Fwd] = [
     *_fwd( 64, "full",   m=192, n=128, kv_stages=2, q_stages=2, mma_warpgroups=3, pingpong=True,  dynamic_schedule=False, why="E001"),
     *_fwd( 64, "causal", m=192, n=128, kv_stages=2, q_stages=2, mma_warpgroups=3, pingpong=True,  dynamic_schedule=True,  why="E014"),
+    *_fwd( 64, "local",  m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, pingpong=True,  dynamic_schedule=True,  why="E025"),
     *_fwd(128, "full",   m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, pingpong=False, dynamic_schedule=False, why="E016"),
     *_fwd(128, "causal", m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, pingpong=False, dynamic_schedule=True,  why="E016"),
+    *_fwd(128, "local",  m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, pingpong=False, dynamic_schedule=True,  why="E025"),
     *_fwd(192, "full",   m=128, n=112, kv_stages=2, q_stages=1, mma_warpgroups=2, pingpong=True,  dynamic_schedule=False, why="E016"),
     *_fwd(192, "causal", m=128, n=112, kv_stages=2, q_stages=1, mma_warpgroups=2, pingpong=True,  dynamic_schedule=True,  why="E016"),
     *_fwd(256, "full",   m=128, n=80,  kv_stages=2, q_stages=1, mma_warpgroups=2, pingpong=True,  dynamic_schedule=False, why="E016"),
     *_fwd(256, "causal", m=128, n=80,  kv_stages=2, q_stages=1, mma_warpgroups=2, pingpong=True,  dynamic_schedule=True,  why="E016"),
+    *_fwd(256, "local",  m=128, n=80,  kv_stages=2, q_stages=1, mma_warpgroups=2, pingpong=True,  dynamic_schedule=True,  why="E025"),
 ]
 
 BACKWARD: list[Bwd] = [
     *_bwd( 64, "full",   m=128, n=128, q_stages=2, do_stages=2, mma_warpgroups=2, why="E010"),
     *_bwd( 64, "causal", m=128, n=128, q_stages=2, do_stages=2, mma_warpgroups=2, why="E010"),
+    *_bwd( 64, "local",  m=64,  n=128, q_stages=4, do_stages=2, mma_warpgroups=2, why="E025"),
     *_bwd(128, "full",   m=64,  n=128, q_stages=4, do_stages=2, mma_warpgroups=2, why="E004"),
     *_bwd(128, "causal", m=64,  n=128, q_stages=4, do_stages=2, mma_warpgroups=2, why="E004"),
+    *_bwd(128, "local",  m=64,  n=128, q_stages=4, do_stages=2, mma_warpgroups=2, why="E025"),
     *_bwd(256, "full",   m=64,  n=64,  q_stages=2, do_stages=2, mma_warpgroups=2, why="E018"),
     *_bwd(256, "causal", m=64,  n=64,  q_stages=2, do_stages=2, mma_warpgroups=2, why="E018"),
+    *_bwd(256, "local",  m=64,  n=64,  q_stages=2, do_stages=2, mma_warpgroups=2, why="E025"),
 ]
 # fmt: on
 
@@ -151,11 +158,13 @@ CORE = (
     "fwd_bf16_hd192_full",
     "fwd_bf16_hd256_causal",
     "fwd_bf16_hd128_causal_packed",
+    "fwd_bf16_hd128_local",
     "bwd_bf16_hd128_causal",
     "bwd_bf16_hd64_full",
     "bwd_bf16_hd256_causal",
     "bwd_bf16_hd64_causal_packed",
     "fwd_e4m3_hd128_causal",
+    "bwd_bf16_hd128_local",
 )
 
 

@@ -10,7 +10,7 @@ from variants import generate, table
 kernels = pytest.importorskip("flash3._C", reason="flash3._C is not built")
 
 ROWS = {row["name"]: row for row in kernels.variants()}
-WORDS = ("fwd", "bwd"), ("f16", "bf16"), ("full", "causal"), ("dense", "packed")
+WORDS = ("fwd", "bwd"), ("f16", "bf16"), ("full", "causal", "local"), ("dense", "packed")
 KEYS = list(itertools.product(*WORDS))  # pass, dtype, mask, layout
 LARGEST = 8192  # no row holds such a head_dim
 
@@ -99,7 +99,7 @@ def test_a_missing_row_is_an_error_that_helps(key):
     [
         (("forward", "bf16", "full", "dense"), "pass must be fwd or bwd, got 'forward'"),
         (("fwd", "bfloat16", "full", "dense"), "dtype must be f16 or bf16, got 'bfloat16'"),
-        (("fwd", "bf16", "local", "dense"), "mask must be full or causal, got 'local'"),
+        (("fwd", "bf16", "sparse", "dense"), "mask must be full or causal or local, got 'sparse'"),
         (("fwd", "bf16", "full", "paged"), "layout must be dense or packed, got 'paged'"),
     ],
     ids=["pass", "dtype", "mask", "layout"],
@@ -125,7 +125,7 @@ def test_sizes_that_no_call_has_are_value_errors(changes, message):
         plan(("fwd", "bf16", "full", "dense"), **{"head_dim": 64, **changes})
 
 
-@pytest.mark.parametrize("op", ["fwd", "bwd", "varlen_fwd", "varlen_bwd"])
+@pytest.mark.parametrize("op", ["fwd", "bwd", "varlen_fwd", "varlen_bwd", "sink_bwd"])
 def test_loading_the_module_registers_the_cuda_implementation(op):
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"flash3::{op}", "CUDA")
 

@@ -29,9 +29,10 @@ KERNEL_FOLDERS = {
     "fp8": {"fp8", "forward", "attention", "common"},
     "merge": {"merge"},
     "quantize": {"quantize", "common"},
+    "sink": {"sink"},
 }
 # What device code sees of the host: the structs that cross, the row's types, and the check of a CUDA call.
-SHARED_WITH_KERNELS = {"params.h", "plan.h", "merge.h", "quantize.h", "cuda_check.h"}
+SHARED_WITH_KERNELS = {"params.h", "plan.h", "merge.h", "quantize.h", "sink.h", "cuda_check.h"}
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 80

@@ -66,7 +66,9 @@ def test_softmax_starts_under_the_second_gemm(main_kernel, row):
         pytest.skip("a forward step with P V in flight is meant")
     between = main_kernel.exponentials_between_waits()
     assert len(between) >= 2, "the loops with and without a mask"
-    assert min(between) > 0, between
+    # Capping takes an exponential for each score, before the softmax: 64 rows of n keys on 128 threads.
+    capping = row.n // 2 if row.key.mask == "local" else 0
+    assert min(between) > capping, between
 
 
 def test_object_has_no_torch_or_python_symbol(objects, row):

@@ -55,12 +55,32 @@ struct BwdArgs {
   int cluster_size;
   typename T::Order order;
   float softmax_scale;
+  [[no_unique_address]] typename T::Limits limits;
 
   using Lengths = typename T::Sequences::Lengths;
   CUTLASS_DEVICE int length_q(Lengths lengths) const { return T::Sequences::q(lengths, seqlen_q); }
   CUTLASS_DEVICE int length_k(Lengths lengths) const { return T::Sequences::k(lengths, seqlen_k); }
   CUTLASS_DEVICE typename T::MaskType mask(Lengths lengths) const {
-    return {length_q(lengths), length_k(lengths)};
+    if constexpr (T::kLocal) {
+      return {length_q(lengths), length_k(lengths), limits.window};
+    } else {
+      return {length_q(lengths), length_k(lengths)};
+    }
+  }
+  // What scores are multiplied by before the exponential: capped ones are tanh(...) alone.
+  CUTLASS_DEVICE float score_scale() const {
+    if constexpr (T::kLocal) {
+      if (limits.softcap > 0.f) return limits.softcap;
+    }
+    return softmax_scale;
+  }
+  // The key block that is the first to visit a query block.
+  CUTLASS_DEVICE int first_n_block(Lengths lengths, int m_block) const {
+    if constexpr (T::kLocal) {
+      return mask(lengths).template key_blocks<T::kM, T::kN>(m_block * T::kM).begin;
+    } else {
+      return 0;
+    }
   }
 
   // The grid of a packed row is for the largest number of key blocks that there can be.

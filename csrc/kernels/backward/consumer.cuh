@@ -8,6 +8,7 @@
 // exchanged through shared memory.
 #pragma once
 
+#include "attention/softcap.cuh"
 #include "backward/args.cuh"
 #include "backward/cluster_sum.cuh"
 #include "backward/dq_turns.cuh"
@@ -34,7 +35,7 @@ struct BwdConsumer {
   CUTLASS_DEVICE void run() {
     KeyTile const tile = args.tile();
     BlockRange const blocks = args.mask(T::Sequences::lengths(tile.batch))
-                                  .template query_blocks<T::kM>(tile.n_block * T::kN);
+                                  .template query_blocks<T::kM, T::kN>(tile.n_block * T::kN);
     // ((2, 2, head_dim / 8), 1, 1) fp32 each
     typename T::MmaDk mma_dk;
     typename T::MmaDv mma_dv;
@@ -110,7 +111,7 @@ struct BwdConsumer {
       auto const q_at = QRing::after(j);
       auto const do_at = DoRing::after(j);
       int const ds_slot = j % T::kDsSlots, p_slot = T::kDsSlots + ds_slot;
-      to_score_gradients(dp, s, smem.dpsum[do_at.slot]);
+      to_score_gradients(dp, s, smem.dpsum[do_at.slot], smem.lse_log2[q_at.slot]);
       Tensor rounded_ds = make_operand_a_like<Element>(dp);
       convert(dp, rounded_ds);
       stage_warp_rows<T::kN, T::kScoreColumns>(rounded_ds, smem.ds[ds_slot], first_key(),
@@ -179,6 +180,26 @@ struct BwdConsumer {
       for (int j = 0; j < size<1>(scores); ++j) {
         if (accumulator_column(j) < first_column) scores(r, j) = -INFINITY;
       }
+      if constexpr (T::kLocal) {
+        int const last_column =
+            mask.last_query(key) - m_block * T::kM - this->first_query() - lane_first_column();
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < size<1>(scores); ++j) {
+          if (accumulator_column(j) > last_column) scores(r, j) = -INFINITY;
+        }
+      }
+    }
+  }
+
+  // The tanh of capped scores, in place; the cap is then what they are scaled by.
+  template <class Scores>
+  CUTLASS_DEVICE void cap_scores(Scores& scores) const {
+    if constexpr (T::kLocal) {
+      float const softcap = args.limits.softcap;
+      if (softcap == 0.f) return;
+      float const scale = softcap_argument_scale(args.softmax_scale, softcap);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < size(scores); ++i) scores(i) = tanh_from_log2(scores(i) * scale);
     }
   }
 
@@ -187,11 +208,12 @@ struct BwdConsumer {
   CUTLASS_DEVICE void to_probabilities(Fragment& s, KeyTile tile, QueryBlock at, int slot) const {
     auto scores = rows_and_columns(s);
     Lengths const lengths = T::Sequences::lengths(tile.batch);
-    if (args.mask(lengths).template cuts<T::kN>(at.m_block * T::kM, tile.n_block * T::kN)) {
+    cap_scores(scores);
+    if (args.mask(lengths).template cuts<T::kM, T::kN>(at.m_block * T::kM, tile.n_block * T::kN)) {
       mask_scores(scores, lengths, at.m_block, tile.n_block);
     }
     float const* const lse_log2 = smem.lse_log2[slot] + first_query();
-    float const scale_log2 = args.softmax_scale * kLog2e;
+    float const scale_log2 = args.score_scale() * kLog2e;
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < size<1>(scores); j += 2) {
       float2 const lse = row_stats(lse_log2, j);
@@ -203,10 +225,10 @@ struct BwdConsumer {
     }
   }
 
-  // dS^T from dP^T, in place.
+  // dS^T from dP^T, in place; P^T stays.
   template <class Fragment>
   CUTLASS_DEVICE void to_score_gradients(Fragment& dp_fragment, Fragment& p_fragment,
-                                         float const* dpsum) const {
+                                         float const* dpsum, float const* lse_log2) const {
     auto dp = rows_and_columns(dp_fragment);
     auto const p = rows_and_columns(p_fragment);
     CUTLASS_PRAGMA_UNROLL
@@ -216,6 +238,27 @@ struct BwdConsumer {
       for (int r = 0; r < 2; ++r) {
         dp(r, j) = p(r, j) * (dp(r, j) - sum.x);
         dp(r, j + 1) = p(r, j + 1) * (dp(r, j + 1) - sum.y);
+      }
+    }
+    if constexpr (T::kLocal) {
+      if (args.limits.softcap > 0.f) through_tanh(dp, p, lse_log2 + first_query());
+    }
+  }
+
+  // dS^T *= 1 - tanh^2. There are no registers in which to keep the tanh, but P has it: log2(P) =
+  // tanh * cap - LSE. Where P is 0, or LSE +inf, so is dS, and any finite factor will do.
+  template <class Scores>
+  CUTLASS_DEVICE void through_tanh(Scores& ds, Scores const& p, float const* lse_log2) const {
+    float const inverse_cap = 1.f / (args.limits.softcap * kLog2e);
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < size<1>(ds); j += 2) {
+      float2 const lse = row_stats(lse_log2, j);
+      CUTLASS_PRAGMA_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        float const x = (log2f(p(r, j)) + lse.x) * inverse_cap;
+        float const y = (log2f(p(r, j + 1)) + lse.y) * inverse_cap;
+        ds(r, j) *= fmaxf(1.f - x * x, 0.f);
+        ds(r, j + 1) *= fmaxf(1.f - y * y, 0.f);
       }
     }
   }

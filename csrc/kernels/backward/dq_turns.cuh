@@ -26,17 +26,18 @@ struct BwdDqTurns {
   CUTLASS_DEVICE void run() {
     auto const tile = args.tile();
     BlockRange const blocks = args.mask(T::Sequences::lengths(tile.batch))
-                                  .template query_blocks<T::kM>(tile.n_block * T::kN);
+                                  .template query_blocks<T::kM, T::kN>(tile.n_block * T::kN);
     if (blocks.begin >= blocks.end) return;
     bool const first_lane = threadIdx.x % kThreadsPerWarp == 0;
-    // `turn` counts the warpgroups that have added.
-    int const expected = tile.n_block * T::kMmaWarpgroups;
     int const heads_end = tile.first_q_head + tile.num_q_heads;
     auto at = QueryBlockOf<Row::key.mask>::first(tile.first_q_head, blocks);
     CUTLASS_PRAGMA_NO_UNROLL
     for (; at.head < heads_end; at.advance(blocks)) {
       int* const turn = args.dq_turn + args.head_row(tile.batch, at.head) / T::kM + at.m_block;
-      if (first_lane) await(turn, expected);
+      // `turn` counts the warpgroups that have added.
+      int const key_blocks_before =
+          tile.n_block - args.first_n_block(T::Sequences::lengths(tile.batch), at.m_block);
+      if (first_lane) await(turn, key_blocks_before * T::kMmaWarpgroups);
       __syncwarp();
       named_barrier_arrive(barrier_at(BwdBarrier::kDqTurn, warpgroup), kDqTurnThreads);
       named_barrier_sync(barrier_at(BwdBarrier::kDqAdded, warpgroup), kDqTurnThreads);

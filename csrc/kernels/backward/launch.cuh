@@ -78,6 +78,7 @@ BwdArgs<Row> make_bwd_args(BwdParams const& params) {
       .cluster_size = params.cluster_size,
       .order = make_bwd_order<T>(params),
       .softmax_scale = p.softmax_scale,
+      .limits = make_limits<Row::key.mask>(p),
   };
 }
 

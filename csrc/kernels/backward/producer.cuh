@@ -20,7 +20,7 @@ struct BwdProducer {
   CUTLASS_DEVICE void run() {
     KeyTile const tile = args.tile();
     BlockRange const blocks = args.mask(T::Sequences::lengths(tile.batch))
-                                  .template query_blocks<T::kM>(tile.n_block * T::kN);
+                                  .template query_blocks<T::kM, T::kN>(tile.n_block * T::kN);
     if (blocks.begin >= blocks.end) return;  // no query sees these keys
     load_kv(tile);
     int const heads_end = tile.first_q_head + tile.num_q_heads;

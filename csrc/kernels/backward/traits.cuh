@@ -41,6 +41,8 @@ struct BwdTraits {
       std::conditional_t<kPacked, PackedOrder<BlockByBlock, Side::kKeys, kN>, BlockByBlock>;
 
   using MaskType = Mask<Row::key.mask>;
+  static constexpr bool kLocal = Row::key.mask == MaskKind::kLocal;
+  using Limits = LimitsOf<Row::key.mask>;
 
   using Warpgroups = std::conditional_t<kKeysShared, Layout<Shape<_1, Int<kMmaWarpgroups>, _1>>,
                                         Layout<Shape<Int<kMmaWarpgroups>, _1, _1>>>;

@@ -7,6 +7,7 @@
 //   flight.
 #pragma once
 
+#include "attention/softcap.cuh"
 #include "common/stage_rows.cuh"
 #include "forward/args.cuh"
 #include "forward/smem.cuh"
@@ -70,6 +71,26 @@ struct FwdConsumer {
       for (int j = 0; j < size<1>(scores); ++j) {
         if (accumulator_column(j) > last_column) scores(r, j) = -INFINITY;
       }
+      if constexpr (T::kLocal) {
+        int const first_column =
+            mask.first_key(first_row + 8 * r) - n_block * T::kN - lane_first_column();
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < size<1>(scores); ++j) {
+          if (accumulator_column(j) < first_column) scores(r, j) = -INFINITY;
+        }
+      }
+    }
+  }
+
+  // The tanh of capped scores; the softmax's scale is then the cap.
+  template <class Scores>
+  CUTLASS_DEVICE void cap_scores(Scores& scores) const {
+    if constexpr (T::kLocal) {
+      float const softcap = args.limits.softcap;
+      if (softcap == 0.f) return;
+      float const scale = softcap_argument_scale(args.softmax_scale, softcap);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < size(scores); ++i) scores(i) = tanh_from_log2(scores(i) * scale);
     }
   }
 
@@ -81,7 +102,7 @@ struct FwdConsumer {
     // ((2, 2, head_dim / 8), 1, 1) fp32
     Tensor o = partition_fragment_C(mma_pv, Shape<Int<T::kM>, Int<T::kHeadDim>>{});
     clear(o);
-    OnlineSoftmax softmax(args.softmax_scale * kLog2e);
+    OnlineSoftmax softmax(args.score_scale() * kLog2e);
     smem.q_ring.wait_full(q_at);
     // Without a key in sight the fresh softmax state gives O = 0 and LSE = -inf.
     BlockRange const own = own_blocks(tile, lengths, blocks);
@@ -140,7 +161,12 @@ struct FwdConsumer {
 
     int const first_row = tile.block * T::kM + warp_row_in_tile(warpgroup) + lane_first_row();
     int const first_masked = args.mask(lengths).template first_masked_key_block<T::kN>(
-        T::kOwnRange ? first_query(tile) : tile.block * T::kM);
+        T::kOwnRange || T::kLocal ? first_query(tile) : tile.block * T::kM);
+    int first_whole = 0;  // blocks before it need a mask too
+    if constexpr (T::kLocal) {
+      first_whole = args.mask(lengths).template first_whole_key_block<kRowsPerWarpgroup, T::kN>(
+          first_query(tile));
+    }
     float correction[2];
     int n = blocks.begin;
 
@@ -152,7 +178,8 @@ struct FwdConsumer {
     smem.k_ring.release(k_at);
     k_at.advance();
     auto scores = rows_and_columns(s);
-    if (n >= first_masked) mask_scores(scores, lengths, first_row, n);
+    cap_scores(scores);
+    if (n >= first_masked || n < first_whole) mask_scores(scores, lengths, first_row, n);
     softmax.step(scores, correction);
     Tensor p = make_operand_a_like<Element>(s);
     convert(s, p);
@@ -169,6 +196,7 @@ struct FwdConsumer {
       pass_turn();
       warpgroup_wait<1>();  // S of block n
       auto scores_next = rows_and_columns(s_next);
+      cap_scores(scores_next);
       if constexpr (decltype(masked)::value) mask_scores(scores_next, lengths, first_row, n);
       softmax.step(scores_next, correction);
       // K could go earlier. Here it holds the wait for P V back until the maxima and a third of the
@@ -190,8 +218,15 @@ struct FwdConsumer {
     };
     bool const half_last = T::kHalfSteps && ends_in_half(tile, lengths, blocks);
     int const whole_end = half_last ? blocks.end - 1 : blocks.end;
+    ++n;
+    if constexpr (T::kLocal) {
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (; n < min(first_whole, whole_end); ++n) {
+        step(true_type{}, Int<T::kN>{}, mma_qk, tSrK, p);
+      }
+    }
     CUTLASS_PRAGMA_NO_UNROLL
-    for (++n; n < min(first_masked, whole_end); ++n) {
+    for (; n < min(first_masked, whole_end); ++n) {
       step(false_type{}, Int<T::kN>{}, mma_qk, tSrK, p);
     }
     CUTLASS_PRAGMA_NO_UNROLL
@@ -224,6 +259,7 @@ struct FwdConsumer {
   CUTLASS_DEVICE void write_output(Tile tile, Output& o, OnlineSoftmax& softmax) {
     float inverse_sum[2], lse[2];
     softmax.finish(inverse_sum, lse);
+    if (args.sink != nullptr) add_sink(args.sink_of(tile.head), inverse_sum, lse);
     scale_rows(o, inverse_sum);
     if constexpr (T::kPacked) {
       if (tile.batch.q.length < tile.batch.slot) clear_unused_rows(tile, o, lse);

@@ -67,6 +67,9 @@ FwdArgs<Row> make_fwd_args(FwdParams const& params) {
       .num_tiles = T::kPacked ? 0 : ceil_div_int(p.seqlen_q, T::kM) * p.num_heads_q * p.batch,
       .order = make_order<T>(params),
       .schedule = make_batch_schedule<typename T::Schedule>(params),
+      .limits = make_limits<Row::key.mask>(p),
+      .sink = params.sink,
+      .sink_is_fp32 = params.sink_is_fp32,
   };
 }
 

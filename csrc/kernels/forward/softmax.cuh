@@ -83,6 +83,20 @@ struct OnlineSoftmax {
   }
 };
 
+// Adds a sink to finished rows: a logit in the natural-log domain that has no value, that is, one
+// more partial result with output 0. A row without keys then has lse = sink.
+CUTLASS_DEVICE void add_sink(float sink, float (&inverse_sum)[2], float (&lse)[2]) {
+  CUTLASS_PRAGMA_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    float const largest = fmaxf(lse[r], sink);
+    float const shift = largest == -INFINITY ? 0.f : largest;
+    float const keys = exp2f((lse[r] - shift) * kLog2e);
+    float const sum = keys + exp2f((sink - shift) * kLog2e);
+    if (lse[r] != -INFINITY) inverse_sum[r] *= keys / sum;
+    lse[r] = shift + log2f(sum) * kLn2;
+  }
+}
+
 template <class Accumulator>
 CUTLASS_DEVICE void scale_rows(Accumulator& accumulator, float const (&factor)[2]) {
   auto rows = rows_and_columns(accumulator);

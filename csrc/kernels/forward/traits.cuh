@@ -38,7 +38,9 @@ struct FwdTraits {
   using Sequences = std::conditional_t<kPacked, PackedSequences, DenseSequences>;
 
   using MaskType = Mask<Row::key.mask>;
-  using BatchOrder = std::conditional_t<Row::key.mask == MaskKind::kCausal, LongestFirst, InOrder>;
+  static constexpr bool kLocal = Row::key.mask == MaskKind::kLocal;
+  using Limits = LimitsOf<Row::key.mask>;
+  using BatchOrder = std::conditional_t<Row::key.mask == MaskKind::kFull, InOrder, LongestFirst>;
   using Order =
       std::conditional_t<kPacked, PackedOrder<BatchOrder, Side::kQueries, kM>, BatchOrder>;
   using BatchSchedule =
