@@ -195,7 +195,8 @@ def probe_gpu_path() -> Probe:
 
 
 PLAN_SIZES = {"b": 1, "hq": 16, "hkv": None, "sq": 4096, "sk": None, "hd": 128}
-PLAN_WORDS = ("full", "causal", "fwd", "bwd", "deterministic")
+PLAN_MASKS = ("full", "causal", "local")
+PLAN_WORDS = (*PLAN_MASKS, "fwd", "bwd", "deterministic")
 PLAN_DTYPES = {
     "bf16": "bf16",
     "bfloat16": "bf16",
@@ -218,7 +219,7 @@ def parse_plan(words: list[str]) -> dict:
             call[key] = int(value)
         elif equals and key == "dtype" and value in PLAN_DTYPES:
             call["dtype"] = PLAN_DTYPES[value]
-        elif word in ("full", "causal"):
+        elif word in PLAN_MASKS:
             call["mask"] = word
         elif word in ("fwd", "bwd"):
             call["passes"] = [word]

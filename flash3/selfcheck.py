@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ TOLERANCE = {
     torch.float8_e4m3fn: 4e-2,
 }
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
+# What a row of local masks is checked with: every limit at once.
+LIMITS = {"window_left": 90, "window_right": 30, "attention_chunk": 128, "softcap": 4.0}
 
 
 @dataclass
@@ -34,24 +36,34 @@ class Problem:
     dout: Tensor
     scale: float
     causal: bool
+    limits: dict = field(default_factory=dict)  # as LIMITS, or none
 
     @classmethod
-    def draw(cls, dtype: torch.dtype, head_dim: int, *, causal: bool) -> Problem:
+    def draw(cls, dtype: torch.dtype, head_dim: int, mask: str) -> Problem:
+        """``mask`` is that of a kernel row: full, causal or local."""
         generator = torch.Generator().manual_seed(0)
 
         def draw(seqlen: int, heads: int) -> Tensor:
             return torch.randn(2, seqlen, heads, head_dim, generator=generator).to(dtype)
 
         inputs = (draw(150, 4), draw(201, 2), draw(201, 2))
-        return cls(inputs, draw(150, 4), head_dim**-0.5, causal)
+        limits = LIMITS if mask == "local" else {}
+        return cls(inputs, draw(150, 4), head_dim**-0.5, mask == "causal", limits)
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        return reference.attention_forward(*self._double(), self.scale, self.causal)
+        return reference.attention_forward(*self._double(), self.scale, self.causal, **self.limits)
 
     def backward(self) -> tuple[Tensor, Tensor, Tensor]:
         out, lse = self.forward()
         return reference.attention_backward(
-            self.dout.double(), *self._double(), out, lse, None, self.scale, self.causal
+            self.dout.double(),
+            *self._double(),
+            out,
+            lse,
+            None,
+            self.scale,
+            self.causal,
+            **self.limits,
         )
 
     def _double(self) -> list[Tensor]:
@@ -86,7 +98,8 @@ def judge(label: str, errors: dict[str, float], tolerance: float) -> tuple[bool,
 
 def check_cpu_path(causal: bool) -> tuple[bool, str]:
     """The public function on CPU, forward and backward, against the definition of attention in float64."""
-    problem = Problem.draw(torch.float32, 64, causal=causal)
+    mask = "causal" if causal else "full"
+    problem = Problem.draw(torch.float32, 64, mask)
     leaves = [x.clone().requires_grad_() for x in problem.inputs]
     out = flash3.flash_attn_func(*leaves, causal=causal)
     gradients = torch.autograd.grad(out, leaves, problem.dout)
@@ -96,14 +109,14 @@ def check_cpu_path(causal: bool) -> tuple[bool, str]:
     errors = {"out": relative_error(out, exact)}
     for name, got, expected in zip(("dq", "dk", "dv"), gradients, exact_gradients, strict=True):
         errors[name] = relative_error(got, expected)
-    return judge("float32 " + ("causal" if causal else "full"), errors, TOLERANCE[torch.float32])
+    return judge(f"float32 {mask}", errors, TOLERANCE[torch.float32])
 
 
 def check_row(row: dict, device: torch.device) -> tuple[bool, str]:
     """One kernel of flash3._C.variants() on ``device``, against the reference in float64."""
     try:
         dtype = DTYPES[row["dtype"]]
-        problem = Problem.draw(dtype, row["head_dim"], causal=row["mask"] == "causal")
+        problem = Problem.draw(dtype, row["head_dim"], row["mask"])
         fwd, bwd = _packed_ops if row["layout"] == "packed" else _dense_ops
         if row["pass"] == "fp8":
             fwd = functools.partial(_fp8_fwd, promote_every=int(row["tile"]["two_level"]))
@@ -119,20 +132,23 @@ def check_row(row: dict, device: torch.device) -> tuple[bool, str]:
 _dense_ops = torch.ops.flash3.fwd, torch.ops.flash3.bwd
 
 
-def _packed_fwd(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool):
+def _packed_fwd(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, **limits):
     """What ``flash3::fwd`` returns, from ``flash3::varlen_fwd``."""
     packed = [x.flatten(0, 1) for x in (q, k, v)]
-    out, lse = torch.ops.flash3.varlen_fwd(*packed, *_sequences(q, k), None, None, scale, causal)
+    sequences = (*_sequences(q, k), None, None)
+    out, lse = torch.ops.flash3.varlen_fwd(*packed, *sequences, scale, causal, **limits)
     return out.view(q.shape), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
 
 
-def _packed_bwd(dout, q, k, v, out, lse, dlse, scale: float, causal: bool, deterministic: bool):
+def _packed_bwd(
+    dout, q, k, v, out, lse, dlse, scale: float, causal: bool, deterministic: bool, **limits
+):
     """What ``flash3::bwd`` returns without a gradient of lse, from ``flash3::varlen_bwd``."""
     packed = [x.flatten(0, 1) for x in (dout, q, k, v, out)]
     lse = lse.transpose(0, 1).flatten(1)
     sequences = (*_sequences(q, k), None, None)
     grads = torch.ops.flash3.varlen_bwd(
-        *packed, lse, None, *sequences, scale, causal, deterministic
+        *packed, lse, None, *sequences, scale, causal, deterministic, **limits
     )
     return tuple(grad.view(x.shape) for grad, x in zip(grads, (q, k, v), strict=True))
 
@@ -156,7 +172,7 @@ def _sequences(q: Tensor, k: Tensor) -> list[Tensor]:
 
 def _forward_errors(problem: Problem, device: torch.device, fwd) -> dict[str, float]:
     inputs = [x.to(device) for x in problem.inputs]
-    out, lse = fwd(*inputs, problem.scale, problem.causal)
+    out, lse = fwd(*inputs, problem.scale, problem.causal, **problem.limits)
     exact_out, exact_lse = problem.forward()
     return {"out": relative_error(out, exact_out), "lse": relative_error(lse, exact_lse)}
 
@@ -167,7 +183,7 @@ def _backward_errors(problem: Problem, device: torch.device, bwd) -> dict[str, f
     out, lse = problem.forward()
     saved = (out.to(device, dtype), lse.to(device, torch.float32))
     inputs = [x.to(device) for x in (problem.dout, *problem.inputs)]
-    gradients = bwd(*inputs, *saved, None, problem.scale, problem.causal, False)
+    gradients = bwd(*inputs, *saved, None, problem.scale, problem.causal, False, **problem.limits)
     names = ("dq", "dk", "dv")
     triples = zip(names, gradients, problem.backward(), strict=True)
     return {name: relative_error(got, exact) for name, got, exact in triples}

@@ -140,7 +140,7 @@ def test_wrong_results_are_not_well(machine, capsys, monkeypatch):
 
 @pytest.mark.parametrize("pass_", ["fwd", "bwd"])
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
-@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("mask", ["full", "causal", "local"])
 @pytest.mark.parametrize("layout", ["dense", "packed"])
 def test_the_check_of_a_row_accepts_right_results(pass_, dtype, mask, layout):
     """On CPU the same ops run the reference in the same dtype."""
@@ -156,7 +156,7 @@ def test_the_check_of_a_row_refuses_a_wrong_mask(monkeypatch):
         "attention_forward",
         lambda q, k, v, s, causal: right(q, k, v, s, not causal),
     )
-    problem = selfcheck.Problem.draw(torch.bfloat16, 64, causal=True)
+    problem = selfcheck.Problem.draw(torch.bfloat16, 64, "causal")
     error = selfcheck.relative_error(
         right(*problem.inputs, problem.scale, True)[0], problem.forward()[0]
     )
