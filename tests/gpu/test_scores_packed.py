@@ -6,6 +6,9 @@ import math
 import pytest
 import torch
 from cases import HALF_DTYPES, HEAD_DIMS, WIDE_HEAD_DIMS
+from gpu_tier import row_built
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from score_cases import CHUNKS, COMBINATIONS, SOFTCAPS, WINDOWS, check_packed, mask_of, sink_of
 from varlen_cases import SMALL, Batch, both_masks
 
@@ -218,3 +221,43 @@ def test_nothing_to_compute():
     assert (out == 0).all() and (lse == -math.inf).all()
     dq, dsink = torch.autograd.grad(lse.sum() + out.sum(), (q, sink))
     assert (dq == 0).all() and (dsink == 0).all()
+
+
+@settings(max_examples=80)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 400), st.integers(0, 400)), min_size=1, max_size=12),
+    spare=st.tuples(st.integers(0, 70), st.integers(0, 70)),
+    behind=st.integers(0, 200),
+    head_dim=st.sampled_from([*HEAD_DIMS, 192, 256]),
+    group=st.integers(1, 8),
+    num_heads_kv=st.integers(1, 3),
+    causal=st.booleans(),
+    window=st.tuples(st.integers(-1, 450), st.integers(-1, 450)),
+    chunk=st.one_of(st.just(0), st.integers(1, 450)),
+    softcap=st.sampled_from([0.0, 1.0, 30.0]),
+    with_sink=st.booleans(),
+    dtype=st.sampled_from(HALF_DTYPES),
+    deterministic=st.booleans(),
+)
+def test_drawn_batches(
+    lengths, spare, behind, head_dim, group, num_heads_kv, causal, window, chunk, softcap,
+    with_sink, dtype, deterministic,
+):  # fmt: skip
+    rows = itertools.product(("fwd", "bwd"), ("full", "causal", "local"))
+    if not all(row_built(p, dtype, head_dim, mask, "packed") for p, mask in rows):
+        return  # a filtered build; the named cases report what is not built
+    lengths_q, lengths_k = zip(*lengths, strict=True)
+    heads = group * num_heads_kv
+    batch = Batch(
+        "drawn", lengths_q, lengths_k, *spare, behind, head_dim, causal, heads, num_heads_kv
+    )
+    check_packed(
+        batch,
+        dtype,
+        dlse=True,
+        deterministic=deterministic,
+        window_size=window,
+        attention_chunk=chunk,
+        softcap=softcap,
+        learnable_sink=sink_of(heads, dtype, "cuda") if with_sink else None,
+    )
