@@ -17,23 +17,30 @@ struct KeyTileOf {
   int n_block, kv_head;
   Sequence batch;
   int first_q_head, num_q_heads;
+
+  CUTLASS_DEVICE int num_steps(BlockRange query_blocks) const {
+    return (query_blocks.end - query_blocks.begin) * num_q_heads;
+  }
 };
 
-// Where the walk of a CTA over its query heads and their query blocks stands. Under a causal mask a
-// head's last block comes first: every key block sees it, so that CTAs of a head start together,
-// and each is followed, not led, by those with more keys before them (deterministic sums,
-// dq_turns.cuh).
+// Where the walk of a CTA over its query blocks, and in each over its query heads, stands. Under a
+// causal mask the last block comes first: every key block of a head sees it, so that CTAs that
+// start together meet the same blocks at about the same time, which deterministic sums need (E020).
 template <MaskKind kMask>
 struct QueryBlockOf {
   static constexpr bool kLastFirst = kMask == MaskKind::kCausal;
   int head, m_block;
 
-  CUTLASS_DEVICE static QueryBlockOf first(int head, BlockRange blocks) {
-    return {head, kLastFirst ? blocks.end - 1 : blocks.begin};
+  template <class KeyTile>
+  CUTLASS_DEVICE static QueryBlockOf first(KeyTile const& tile, BlockRange blocks) {
+    return {tile.first_q_head, kLastFirst ? blocks.end - 1 : blocks.begin};
   }
-  CUTLASS_DEVICE void advance(BlockRange blocks) {
-    m_block += kLastFirst ? -1 : 1;
-    if (m_block == (kLastFirst ? blocks.begin - 1 : blocks.end)) *this = first(head + 1, blocks);
+  template <class KeyTile>
+  CUTLASS_DEVICE void advance(KeyTile const& tile) {
+    if (++head == tile.first_q_head + tile.num_q_heads) {
+      head = tile.first_q_head;
+      m_block += kLastFirst ? -1 : 1;
+    }
   }
 };
 

@@ -95,7 +95,7 @@ struct BwdConsumer {
     Tensor tQrDs = thread_dq.partition_fragment_A(make_tensor(ds, transposed(layout_ds)));
     Tensor tQrK = thread_dq.partition_fragment_B(make_tensor(k, transposed(layout_k)));
 
-    QueryBlock at = QueryBlock::first(tile.first_q_head, blocks);
+    QueryBlock at = QueryBlock::first(tile, blocks);
     Tensor s = partition_fragment_C(mma_scores, Shape<Int<T::kN>, Int<T::kM>>{});
     Tensor dp = partition_fragment_C(mma_scores, Shape<Int<T::kN>, Int<T::kM>>{});
     smem.q_ring.wait_full(QRing::after(0));
@@ -147,7 +147,7 @@ struct BwdConsumer {
       smem.do_ring.release(do_at);
       issue_gemm<Accumulate::kAdd>(mma_dk, tKrDs(_, _, _, ds_slot), tKrQ(_, _, _, q_at.slot), dk);
       add_dq(tile, at, dq);
-      at.advance(blocks);
+      at.advance(tile);
       if constexpr (!kLast) {
         smem.do_ring.wait_full(do_next);
         issue_gemm<Accumulate::kReplace>(mma_scores, formed_in_place(tPrV),
@@ -158,7 +158,7 @@ struct BwdConsumer {
       warpgroup_wait<0>();  // dK, and dP of the next step
       smem.q_ring.release(q_at);
     };
-    int const last = (blocks.end - blocks.begin) * tile.num_q_heads - 1;
+    int const last = tile.num_steps(blocks) - 1;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int j = 0; j < last; ++j) step(j, false_type{});
     step(last, true_type{});
@@ -280,9 +280,9 @@ struct BwdConsumer {
       if (holds_queries) add_to_dq_accum<T::kDqPerThread>(block_sum, dq, consumer_thread());
       return;
     }
-    named_barrier_sync(barrier_at(BwdBarrier::kDqTurn, warpgroup), kDqTurnThreads);
+    named_barrier_sync(BwdBarrier::kDqTurn, BwdDqTurns<Row>::kTurnThreads);
     if (holds_queries) add_to_dq_accum<T::kDqPerThread>(block_sum, dq, consumer_thread());
-    named_barrier_arrive(barrier_at(BwdBarrier::kDqAdded, warpgroup), kDqTurnThreads);
+    named_barrier_arrive(BwdBarrier::kDqAdded, BwdDqTurns<Row>::kAddedThreads);
   }
 
   template <class Gradient>

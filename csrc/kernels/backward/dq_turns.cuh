@@ -2,11 +2,12 @@
 // start in the order of their key blocks, so that each waits only for CTAs that run or are done.
 //
 // Waiting for a turn is a read of L2, and passing it on waits until the sums have arrived there.
-// Neither holds up the tensor cores: each consumer warpgroup has a warp for them, beside the
-// producer, and meets it at two named barriers.
+// Neither holds up the tensor cores: two warps beside the producer do it, and meet the consumers at
+// named barriers (E020).
 //
-//   this warp:  wait until the turn has come -> kDqTurn      kDqAdded -> fence, pass the turn on
-//   warpgroup:                        next dQ    kDqTurn -> add -> kDqAdded      next step
+//   warp 1      read the turn until it has come -> kDqTurn -> read the next ...
+//   consumers               dQ(j) -> kDqTurn -> add -> kDqAdded           dQ(j + 1) -> kDqTurn ...
+//   warp 2                  kDqTurn                 -> kDqAdded -> fence, pass the turn on ...
 #pragma once
 
 #include "backward/args.cuh"
@@ -14,48 +15,61 @@
 
 namespace flash3 {
 
-inline constexpr int kDqTurnThreads = kThreadsPerWarpgroup + kThreadsPerWarp;
-
 template <class Row>
 struct BwdDqTurns {
   using T = BwdTraits<Row>;
 
   BwdArgs<Row> const& args;
-  int const warpgroup;  // the consumer whose turns the warp looks after
 
-  CUTLASS_DEVICE void run() {
+  CUTLASS_DEVICE void await_turns() {
+    auto const tile = args.tile();
+    for_each_step([&](int const* turn, int m_block) {
+      int const key_blocks_before =
+          tile.n_block - args.first_n_block(T::Sequences::lengths(tile.batch), m_block);
+      if (first_lane()) {
+        int added;
+        do {
+          asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(added) : "l"(turn) : "memory");
+        } while (added < key_blocks_before);
+      }
+      __syncwarp();
+      named_barrier_sync(BwdBarrier::kDqTurn, kTurnThreads);
+    });
+  }
+
+  CUTLASS_DEVICE void pass_turns_on() {
+    for_each_step([&](int* turn, int) {
+      // No turn comes before the last one has been passed on: kDqAdded is free again.
+      named_barrier_arrive(BwdBarrier::kDqTurn, kTurnThreads);
+      named_barrier_sync(BwdBarrier::kDqAdded, kAddedThreads);
+      if (first_lane()) {
+        // The barrier has ordered all consumers' sums before this fence and release.
+        __threadfence();
+        asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turn) : "memory");
+      }
+      __syncwarp();
+    });
+  }
+
+  static constexpr int kTurnThreads = T::kConsumerThreads + 2 * kThreadsPerWarp;
+  static constexpr int kAddedThreads = T::kConsumerThreads + kThreadsPerWarp;
+
+ private:
+  CUTLASS_DEVICE static bool first_lane() { return threadIdx.x % kThreadsPerWarp == 0; }
+
+  // Calls `work` with the counter of each query block that the CTA adds to (how many key blocks
+  // have) and the query block.
+  template <class Work>
+  CUTLASS_DEVICE void for_each_step(Work work) {
     auto const tile = args.tile();
     BlockRange const blocks = args.mask(T::Sequences::lengths(tile.batch))
                                   .template query_blocks<T::kM, T::kN>(tile.n_block * T::kN);
     if (blocks.begin >= blocks.end) return;
-    bool const first_lane = threadIdx.x % kThreadsPerWarp == 0;
-    int const heads_end = tile.first_q_head + tile.num_q_heads;
-    auto at = QueryBlockOf<Row::key.mask>::first(tile.first_q_head, blocks);
+    auto at = QueryBlockOf<Row::key.mask>::first(tile, blocks);
     CUTLASS_PRAGMA_NO_UNROLL
-    for (; at.head < heads_end; at.advance(blocks)) {
-      int* const turn = args.dq_turn + args.head_row(tile.batch, at.head) / T::kM + at.m_block;
-      // `turn` counts the warpgroups that have added.
-      int const key_blocks_before =
-          tile.n_block - args.first_n_block(T::Sequences::lengths(tile.batch), at.m_block);
-      if (first_lane) await(turn, key_blocks_before * T::kMmaWarpgroups);
-      __syncwarp();
-      named_barrier_arrive(barrier_at(BwdBarrier::kDqTurn, warpgroup), kDqTurnThreads);
-      named_barrier_sync(barrier_at(BwdBarrier::kDqAdded, warpgroup), kDqTurnThreads);
-      if (first_lane) pass_on(turn);
+    for (int steps = tile.num_steps(blocks); steps > 0; --steps, at.advance(tile)) {
+      work(args.dq_turn + args.head_row(tile.batch, at.head) / T::kM + at.m_block, at.m_block);
     }
-  }
-
- private:
-  CUTLASS_DEVICE static void await(int const* turn, int expected) {
-    int seen;
-    do {
-      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(turn) : "memory");
-    } while (seen < expected);
-  }
-  // The barrier before it orders the whole warpgroup's sums before this thread's release.
-  CUTLASS_DEVICE static void pass_on(int* turn) {
-    __threadfence();
-    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turn) : "memory");
   }
 };
 

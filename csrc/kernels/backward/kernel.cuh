@@ -26,8 +26,9 @@ __global__ void __launch_bounds__(BwdTraits<Row>::kThreads, 1)
     cutlass::arch::warpgroup_reg_dealloc<kRegisters.producer>();
     int const warp = threadIdx.x / kThreadsPerWarp;
     if (threadIdx.x == 0) BwdProducer<Row>{args, smem}.run();
-    if (warp > 0 && warp <= BwdTraits<Row>::kMmaWarpgroups && args.dq_turn != nullptr) {
-      BwdDqTurns<Row>{args, warp - 1}.run();
+    if (args.dq_turn != nullptr) {
+      if (warp == 1) BwdDqTurns<Row>{args}.await_turns();
+      if (warp == 2) BwdDqTurns<Row>{args}.pass_turns_on();
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<kRegisters.consumer>();

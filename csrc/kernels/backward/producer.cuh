@@ -23,10 +23,9 @@ struct BwdProducer {
                                   .template query_blocks<T::kM, T::kN>(tile.n_block * T::kN);
     if (blocks.begin >= blocks.end) return;  // no query sees these keys
     load_kv(tile);
-    int const heads_end = tile.first_q_head + tile.num_q_heads;
-    auto at = QueryBlockOf<Row::key.mask>::first(tile.first_q_head, blocks);
+    auto at = QueryBlockOf<Row::key.mask>::first(tile, blocks);
     CUTLASS_PRAGMA_NO_UNROLL
-    for (; at.head < heads_end; at.advance(blocks)) {
+    for (int steps = tile.num_steps(blocks); steps > 0; --steps, at.advance(tile)) {
       Coord const coord{at.m_block * T::kM, at.head, T::Sequences::rows_q(tile.batch)};
       load_q(tile, coord);
       load_do(tile, coord);

@@ -92,10 +92,9 @@ struct BwdTraits {
 enum class BwdBarrier : int {
   kDsReady = 1,                   // every consumer has written its part of dS
   kConsumersDone = kDsReady + 1,  // every consumer has left the main loop
-  // Deterministic sums, one of each kind per consumer warpgroup, with its warp of dq_turns.cuh:
-  kDqTurn = kConsumersDone + 1,  // the warpgroup may add its dQ
-  kDqAdded = kDqTurn + 3,        // it has
-  kCount = kDqAdded + 3
+  kDqTurn = kConsumersDone + 1,   // deterministic sums: the CTA's turn has come
+  kDqAdded = kDqTurn + 1,         // and every consumer has added
+  kCount = kDqAdded + 1
 };
 static_assert(static_cast<int>(BwdBarrier::kCount) <= kNumNamedBarriers);
 
