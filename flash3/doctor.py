@@ -194,7 +194,7 @@ def probe_gpu_path() -> Probe:
     return Probe("GPU path", status, headline, [line for _, line in results])
 
 
-PLAN_SIZES = {"b": 1, "hq": 16, "hkv": None, "sq": 4096, "sk": None, "hd": 128}
+PLAN_SIZES = {"b": 1, "hq": 16, "hkv": None, "sq": 4096, "sk": None, "hd": 128, "hdv": None}
 PLAN_MASKS = ("full", "causal", "local")
 PLAN_WORDS = (*PLAN_MASKS, "fwd", "bwd", "deterministic")
 PLAN_DTYPES = {
@@ -231,6 +231,7 @@ def parse_plan(words: list[str]) -> dict:
             )
     call["hkv"] = call["hkv"] or call["hq"]
     call["sk"] = call["sk"] or call["sq"]
+    call["hdv"] = call["hdv"] or call["hd"]
     return call
 
 
@@ -244,8 +245,9 @@ def make_plans(call: dict) -> Iterator[dict]:
         plan = {"pass": name, "num_sms": num_sms, "num_sms_from": assumed}
         try:
             found = load_kernels().plan(
-                name, call["dtype"], call["mask"], *sizes, num_sms, call["deterministic"]
-            )
+                name, call["dtype"], call["mask"], *sizes, num_sms, call["deterministic"],
+                "dense", call["hdv"],
+            )  # fmt: skip
             yield {**plan, **found}
         except (ImportError, RuntimeError, ValueError) as error:
             yield {**plan, "error": str(error)}

@@ -32,23 +32,26 @@ LIMITS = {"window_left": 90, "window_right": 30, "attention_chunk": 128, "softca
 class Problem:
     """A small attention problem with grouped heads and no round length, its gradient, and its answers in float64."""
 
-    inputs: tuple[Tensor, Tensor, Tensor]  # q (b, sq, hq, d), k, v (b, sk, hk, d)
+    inputs: tuple[Tensor, Tensor, Tensor]  # q (b, sq, hq, d), k (b, sk, hk, d), v (b, sk, hk, dv)
     dout: Tensor
     scale: float
     causal: bool
     limits: dict = field(default_factory=dict)  # as LIMITS, or none
 
     @classmethod
-    def draw(cls, dtype: torch.dtype, head_dim: int, mask: str) -> Problem:
-        """``mask`` is that of a kernel row: full, causal or local."""
+    def draw(
+        cls, dtype: torch.dtype, head_dim: int, mask: str, head_dim_v: int | None = None
+    ) -> Problem:
+        """``mask`` is that of a kernel row: full, causal or local; ``head_dim_v`` None is head_dim."""
+        head_dim_v = head_dim_v or head_dim
         generator = torch.Generator().manual_seed(0)
 
-        def draw(seqlen: int, heads: int) -> Tensor:
-            return torch.randn(2, seqlen, heads, head_dim, generator=generator).to(dtype)
+        def draw(*sizes: int) -> Tensor:
+            return torch.randn(2, *sizes, generator=generator).to(dtype)
 
-        inputs = (draw(150, 4), draw(201, 2), draw(201, 2))
+        inputs = (draw(150, 4, head_dim), draw(201, 2, head_dim), draw(201, 2, head_dim_v))
         limits = LIMITS if mask == "local" else {}
-        return cls(inputs, draw(150, 4), head_dim**-0.5, mask == "causal", limits)
+        return cls(inputs, draw(150, 4, head_dim_v), head_dim**-0.5, mask == "causal", limits)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         return reference.attention_forward(*self._double(), self.scale, self.causal, **self.limits)
@@ -116,7 +119,7 @@ def check_row(row: dict, device: torch.device) -> tuple[bool, str]:
     """One kernel of flash3._C.variants() on ``device``, against the reference in float64."""
     try:
         dtype = DTYPES[row["dtype"]]
-        problem = Problem.draw(dtype, row["head_dim"], row["mask"])
+        problem = Problem.draw(dtype, row["head_dim"], row["mask"], row["head_dim_v"])
         fwd, bwd = _packed_ops if row["layout"] == "packed" else _dense_ops
         if row["pass"] == "fp8":
             fwd = functools.partial(_fp8_fwd, promote_every=int(row["tile"]["two_level"]))

@@ -19,16 +19,26 @@ def why_no_gpu_tier() -> str | None:
 
 
 def row_built(
-    pass_name: str, dtype: torch.dtype, head_dim: int, mask: bool | str, layout: str = "dense"
+    pass_name: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    mask: bool | str,
+    layout: str = "dense",
+    head_dim_v: int | None = None,
 ) -> bool:
-    """Whether this build holds a kernel row for such calls. ``mask`` is its word in the table, or whether causal."""
+    """Whether this build holds a kernel row for such calls.
+
+    ``mask`` is its word in the table, or whether causal; ``head_dim_v`` None is head_dim.
+    """
     from flash3 import _C
 
     if isinstance(mask, bool):
         mask = "causal" if mask else "full"
     words = {torch.float16: "f16", torch.bfloat16: "bf16"}[dtype], mask
     try:
-        _C.plan(pass_name, *words, 1, 128, 128, 1, 1, head_dim, layout=layout)
+        _C.plan(
+            pass_name, *words, 1, 128, 128, 1, 1, head_dim, layout=layout, head_dim_v=head_dim_v
+        )
     except RuntimeError as error:
         if "this build has no" not in str(error):
             raise

@@ -10,6 +10,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -67,9 +68,9 @@ py::dict to_dict(BwdTile const& tile) {
 template <class Entry>
 py::dict describe_row(Entry const& row, char const* pass) {
   return py::dict("name"_a = row.name, "pass"_a = pass, "dtype"_a = word(row.key.dtype),
-                  "head_dim"_a = row.key.head_dim, "mask"_a = word(row.key.mask),
-                  "layout"_a = word(row.key.layout), "tile"_a = to_dict(row.tile),
-                  "why"_a = row.why);
+                  "head_dim"_a = row.key.head_dim, "head_dim_v"_a = row.key.head_dim_v,
+                  "mask"_a = word(row.key.mask), "layout"_a = word(row.key.layout),
+                  "tile"_a = to_dict(row.tile), "why"_a = row.why);
 }
 
 py::list variants() {
@@ -105,6 +106,10 @@ void check_extents(Problem const& problem, int num_sms) {
     throw py::value_error("head_dim must be a multiple of 8, got " +
                           std::to_string(problem.head_dim));
   }
+  if (problem.head_dim_v <= 0 || problem.head_dim_v % 8 != 0) {
+    throw py::value_error("head_dim_v must be a positive multiple of 8, got " +
+                          std::to_string(problem.head_dim_v));
+  }
 }
 
 py::dict describe_plan(Problem const& problem, FwdPlan const& plan, int num_sms) {
@@ -125,7 +130,8 @@ py::dict describe_plan(Problem const& problem, BwdPlan const& plan, Order order)
 
 py::dict plan(std::string const& pass, std::string const& dtype, std::string const& mask, int batch,
               int seqlen_q, int seqlen_k, int num_heads_q, int num_heads_kv, int head_dim,
-              int num_sms, bool deterministic, std::string const& layout) {
+              int num_sms, bool deterministic, std::string const& layout,
+              std::optional<int> head_dim_v) {
   Problem const problem{.dtype = dtype_from(dtype),
                         .mask = mask_from(mask),
                         .layout = layout_from(layout),
@@ -135,7 +141,7 @@ py::dict plan(std::string const& pass, std::string const& dtype, std::string con
                         .num_heads_q = num_heads_q,
                         .num_heads_kv = num_heads_kv,
                         .head_dim = head_dim,
-                        .head_dim_v = head_dim};
+                        .head_dim_v = head_dim_v.value_or(head_dim)};
   check_extents(problem, num_sms);
   if (pass == "fwd") return describe_plan(problem, plan_fwd(problem, num_sms), num_sms);
   if (pass == "bwd") {
@@ -157,9 +163,9 @@ PYBIND11_MODULE(_C, module) {
   module.def(
       "plan", &flash3::plan, "pass_"_a, "dtype"_a, "mask"_a, "batch"_a, "seqlen_q"_a, "seqlen_k"_a,
       "num_heads_q"_a, "num_heads_kv"_a, "head_dim"_a, "num_sms"_a = 132, "deterministic"_a = false,
-      "layout"_a = "dense",
+      "layout"_a = "dense", "head_dim_v"_a = py::none(),
       "How a call would run: row, tile, grid, workspace_bytes and why. pass_ is 'fwd' or "
       "'bwd', dtype 'f16' or 'bf16', mask 'full', 'causal' or 'local', layout 'dense' or 'packed', "
-      "for which seqlen_q and seqlen_k are rows of all sequences together. ValueError on "
-      "another word; RuntimeError if no built row serves it.");
+      "for which seqlen_q and seqlen_k are rows of all sequences together; head_dim_v None is "
+      "head_dim. ValueError on another word; RuntimeError if no built row serves it.");
 }

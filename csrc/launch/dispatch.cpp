@@ -11,9 +11,11 @@
 namespace flash3 {
 namespace {
 
-// What a row's head_dim must hold.
-int widest_head_dim(Problem const& problem) {
-  return std::max(problem.head_dim, problem.head_dim_v);
+// "192", or "192 and 128 of v"
+std::string head_dims(Problem const& problem) {
+  std::string const text = std::to_string(problem.head_dim);
+  if (problem.head_dim_v == problem.head_dim) return text;
+  return text + " and " + std::to_string(problem.head_dim_v) + " of v";
 }
 
 bool sums_as_asked(FwdTile const& tile, Problem const& problem) {
@@ -21,17 +23,19 @@ bool sums_as_asked(FwdTile const& tile, Problem const& problem) {
 }
 bool sums_as_asked(BwdTile const&, Problem const&) { return true; }
 
-// The row with the smallest head_dim that holds the problem's; null if none does. TMA pads the
-// difference with zeros.
+std::tuple<int, int> size(KernelKey const& key) { return {key.head_dim, key.head_dim_v}; }
+
+// The smallest row whose head_dims hold the problem's; null if none does. TMA pads the difference
+// with zeros.
 template <class Entry>
 Entry const* find(std::span<Entry const> table, Problem const& problem) {
   Entry const* best = nullptr;
   for (Entry const& row : table) {
     KernelKey const& key = row.key;
     bool const serves = key.dtype == problem.dtype && key.mask == problem.mask &&
-                        key.layout == problem.layout && key.head_dim >= widest_head_dim(problem) &&
-                        sums_as_asked(row.tile, problem);
-    if (serves && (best == nullptr || key.head_dim < best->key.head_dim)) best = &row;
+                        key.layout == problem.layout && key.head_dim >= problem.head_dim &&
+                        key.head_dim_v >= problem.head_dim_v && sums_as_asked(row.tile, problem);
+    if (serves && (best == nullptr || size(key) < size(best->key))) best = &row;
   }
   return best;
 }
@@ -44,7 +48,8 @@ std::string nearest_rows(std::span<Entry const> table, Problem const& problem) {
   auto const distance = [&](Entry const* row) {
     int const words = (row->key.dtype != problem.dtype) + (row->key.mask != problem.mask) +
                       (row->key.layout != problem.layout);
-    return std::tuple(words, std::abs(row->key.head_dim - widest_head_dim(problem)));
+    return std::tuple(words, std::abs(row->key.head_dim - problem.head_dim) +
+                                 std::abs(row->key.head_dim_v - problem.head_dim_v));
   };
   std::vector<Entry const*> rows;
   for (Entry const& row : table) rows.push_back(&row);
@@ -62,8 +67,8 @@ template <class Entry>
   std::string const layout = word(problem.layout);
   throw NotBuilt(
       "flash3: this build has no " + std::string(pass) + " kernel for dtype " + dtype +
-      ", head_dim " + std::to_string(widest_head_dim(problem)) + ", mask " + mask + ", layout " +
-      layout + (problem.two_level ? ", two-level sums" : "") +
+      ", head_dim " + head_dims(problem) + ", mask " + mask + ", layout " + layout +
+      (problem.two_level ? ", two-level sums" : "") +
       ". Nearest built rows: " + nearest_rows(table, problem) + ". FLASH3_VARIANTS=\"" + dtype +
       "," + mask + (problem.layout == SeqLayout::kPacked ? ",packed" : "") +
       "\" builds every row of this dtype and mask, FLASH3_VARIANTS=all builds every row.");

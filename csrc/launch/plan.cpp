@@ -111,8 +111,12 @@ std::string tile_choice(Problem const& problem, Entry const& row) {
                      " (" + row.why + ") for head_dim " + std::to_string(problem.head_dim);
   if (problem.head_dim_v != problem.head_dim)
     text += " and " + std::to_string(problem.head_dim_v) + " of v";
-  if (problem.head_dim != row.key.head_dim || problem.head_dim_v != row.key.head_dim)
-    text += ", padded to " + std::to_string(row.key.head_dim) + " by TMA";
+  if (problem.head_dim != row.key.head_dim || problem.head_dim_v != row.key.head_dim_v) {
+    text += ", padded to " + std::to_string(row.key.head_dim);
+    if (row.key.head_dim_v != row.key.head_dim)
+      text += " and " + std::to_string(row.key.head_dim_v);
+    text += " by TMA";
+  }
   return text;
 }
 

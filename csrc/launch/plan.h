@@ -14,11 +14,12 @@
 
 namespace flash3 {
 
-// What a caller asks for. head_dim is the row's own (64 to 256); a call's head_dim is served by the
-// next row above it.
+// What a caller asks for. The head_dims are the row's own; a call is served by the smallest row
+// that holds both of its own.
 struct KernelKey {
   DType dtype;
-  int head_dim;
+  int head_dim;    // of q and k
+  int head_dim_v;  // of v and out
   MaskKind mask;
   SeqLayout layout = SeqLayout::kDense;
   bool operator==(KernelKey const&) const = default;

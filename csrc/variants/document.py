@@ -34,7 +34,10 @@ keys; shared memory is that of a CTA and registers are those of a consumer threa
 Column = tuple[str, Callable[[Fwd | Bwd], object]]
 
 KEY: list[Column] = [
-    ("head_dim", lambda row: row.key.head_dim),
+    (
+        "head_dim",
+        lambda row: f"{row.key.head_dim}, v {row.key.v}" if row.key.v else row.key.head_dim,
+    ),
     ("mask", lambda row: row.key.mask),
     ("m x n", lambda row: f"{row.m} x {row.n}"),
     ("consumer warpgroups", lambda row: row.mma_warpgroups),

@@ -109,7 +109,8 @@ def _fits(name: str, word: str) -> bool:
 
 def _key(row: Fwd | Bwd) -> str:
     key = row.key
-    return f"{{{DTYPE[key.dtype]}, {key.head_dim}, {MASK[key.mask]}{LAYOUT[key.layout]}}}"
+    head_dims = f"{key.head_dim}, {key.head_dim_v}"
+    return f"{{{DTYPE[key.dtype]}, {head_dims}, {MASK[key.mask]}{LAYOUT[key.layout]}}}"
 
 
 def _tile(row: Fwd | Bwd) -> str:

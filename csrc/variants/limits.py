@@ -53,15 +53,16 @@ def sums_twice(row: Fwd | Bwd) -> bool:
 
 def smem_bytes(row: Fwd | Bwd) -> int:
     """Shared memory of one CTA, in bytes."""
-    head_dim = row.key.head_dim
+    head_dim, head_dim_v = row.key.head_dim, row.key.head_dim_v
     if is_fp8(row):  # Q, K, V as it comes and V transposed; O goes straight to global memory
         rows_held = row.q_stages * row.m + 3 * row.kv_stages * row.n
         return rows_held * head_dim + BARRIER_BYTES
     if isinstance(row, Fwd):  # O is staged in the slot of the Q tile it belongs to
-        rows_held = row.q_stages * row.m + 2 * row.kv_stages * row.n
-        return rows_held * head_dim * ELEMENT_BYTES + BARRIER_BYTES
-    keys_and_values = 2 * row.n * head_dim * ELEMENT_BYTES
-    queries = (row.q_stages + row.do_stages) * row.m * head_dim * ELEMENT_BYTES
+        queries = row.q_stages * row.m * head_dim
+        keys_and_values = row.kv_stages * row.n * (head_dim + head_dim_v)
+        return (queries + keys_and_values) * ELEMENT_BYTES + BARRIER_BYTES
+    keys_and_values = row.n * (head_dim + head_dim_v) * ELEMENT_BYTES
+    queries = row.m * (row.q_stages * head_dim + row.do_stages * head_dim_v) * ELEMENT_BYTES
     # dS, and P where the warpgroups share their keys
     d_scores = DS_STAGES * row.m * row.n * ELEMENT_BYTES * (2 if keys_shared(row) else 1)
     row_statistics = (
@@ -72,18 +73,18 @@ def smem_bytes(row: Fwd | Bwd) -> int:
 
 def registers(row: Fwd | Bwd) -> int:
     """Registers that one consumer thread needs at the fullest point of the mainloop."""
-    head_dim = row.key.head_dim
+    head_dim, head_dim_v = row.key.head_dim, row.key.head_dim_v
     if isinstance(row, Fwd):
         rows_per_thread = row.m / row.mma_warpgroups / WARPGROUP_THREADS
         scores = rows_per_thread * row.n  # fp32
         # two (e4m3: four) to a register; live beside the next step's scores
         probabilities = scores / (4 if is_fp8(row) else 2)
-        output = rows_per_thread * head_dim * (2 if row.two_level else 1)
+        output = rows_per_thread * head_dim_v * (2 if row.two_level else 1)
         if not row.overlap:  # P is used up before the next scores come
             return int(max(scores, probabilities) + output) + OTHER_REGISTERS
         return int(scores + probabilities + output) + OTHER_REGISTERS
     threads = row.mma_warpgroups * WARPGROUP_THREADS
-    d_key_value = 2 * row.n * head_dim / threads
+    d_key_value = row.n * (head_dim + head_dim_v) / threads
     scores = row.n * row.m / threads
     d_query = row.m * head_dim / threads
     packed = scores / 2  # two to a register
@@ -94,17 +95,18 @@ def registers(row: Fwd | Bwd) -> int:
 
 def gemm_widths(row: Fwd | Bwd) -> set[int]:
     """N of every wgmma that the row issues: nothing narrower than its tile allows."""
-    head_dim = row.key.head_dim
+    head_dim, head_dim_v = row.key.head_dim, row.key.head_dim_v
     if isinstance(row, Fwd):
         # kHalfSteps of forward/traits.cuh
         half_steps = (
             row.key.mask == "causal" and row.m > row.n and row.n % 32 == 0 and not is_fp8(row)
         )
-        return {row.n, head_dim} | ({row.n // 2} if half_steps else set())  # S = Q K^T, O = P V
+        return {row.n, head_dim_v} | ({row.n // 2} if half_steps else set())  # S = Q K^T, O = P V
     # dQ (m x head_dim) is split over the warpgroups by rows where m allows it, else by columns.
     d_query = head_dim * (row.m // WARPGROUP_ROWS) // row.mma_warpgroups
     divided = row.mma_warpgroups if keys_shared(row) else 1
-    return {row.m // divided, head_dim // divided, d_query}  # S^T and dP^T, dV and dK, dQ
+    # S^T and dP^T, dK, dV, dQ
+    return {row.m // divided, head_dim // divided, head_dim_v // divided, d_query}
 
 
 def problems(row: Fwd | Bwd) -> list[str]:
@@ -121,9 +123,14 @@ def problems(row: Fwd | Bwd) -> list[str]:
     require(
         re.fullmatch("[a-z0-9_]*", row.tag) is not None, f"tag {row.tag!r} is no part of a name"
     )
+    for head_dim in (row.key.head_dim, row.key.head_dim_v):
+        require(
+            head_dim % 32 == 0,
+            f"head_dim {head_dim} is not a multiple of 32 (half of it is whole boxes of 16 columns)",
+        )
     require(
-        row.key.head_dim % 64 == 0,
-        f"head_dim {row.key.head_dim} is not a multiple of 64 (a 128-byte swizzle row)",
+        row.key.head_dim_v <= row.key.head_dim,
+        f"head_dim {row.key.head_dim_v} of v is above that of q, {row.key.head_dim}, over which O is staged",
     )
     require(
         row.mma_warpgroups in CONSUMER_REGISTERS[type(row)],

@@ -24,14 +24,20 @@ LAYOUTS = (
 @dataclass(frozen=True)
 class Key:
     dtype: str
-    head_dim: int
+    head_dim: int  # of q and k
     mask: str
     layout: str = "dense"
+    v: int | None = None  # head_dim of v and out, where it is another
+
+    @property
+    def head_dim_v(self) -> int:
+        return self.v or self.head_dim
 
     @property
     def suffix(self) -> str:
+        v = f"_v{self.v}" if self.v else ""
         packed = "" if self.layout == "dense" else f"_{self.layout}"
-        return f"{self.dtype}_hd{self.head_dim}_{self.mask}{packed}"
+        return f"{self.dtype}_hd{self.head_dim}{v}_{self.mask}{packed}"
 
 
 @dataclass(frozen=True)
@@ -85,16 +91,16 @@ def is_fp8(row: Fwd | Bwd) -> bool:
     return row.key.dtype == "e4m3"
 
 
-def _fwd(head_dim: int, mask: str, **tile) -> list[Fwd]:
-    return [Fwd(Key(dtype, head_dim, mask), **tile) for dtype in DTYPES]
+def _fwd(head_dim: int, mask: str, v: int | None = None, **tile) -> list[Fwd]:
+    return [Fwd(Key(dtype, head_dim, mask, v=v), **tile) for dtype in DTYPES]
 
 
 def _fp8(head_dim: int, mask: str, **tile) -> Fwd:
     return Fwd(Key("e4m3", head_dim, mask), **tile)
 
 
-def _bwd(head_dim: int, mask: str, **tile) -> list[Bwd]:
-    return [Bwd(Key(dtype, head_dim, mask), **tile) for dtype in DTYPES]
+def _bwd(head_dim: int, mask: str, v: int | None = None, **tile) -> list[Bwd]:
+    return [Bwd(Key(dtype, head_dim, mask, v=v), **tile) for dtype in DTYPES]
 
 
 # fmt: off
@@ -135,6 +141,24 @@ def _packed(rows: list, **tile) -> list:
 FORWARD += _packed(FORWARD, dynamic_schedule=True)
 BACKWARD += _packed(BACKWARD)
 
+# Dense only: packed calls of these head_dims run on the next row above (E022).
+# fmt: off
+FORWARD += [
+    *_fwd( 96, "full",          m=192, n=112, kv_stages=2, q_stages=2, mma_warpgroups=3, pingpong=True,  dynamic_schedule=False, why="E022"),
+    *_fwd( 96, "causal",        m=192, n=112, kv_stages=2, q_stages=2, mma_warpgroups=3, pingpong=True,  dynamic_schedule=True,  why="E022"),
+    *_fwd(192, "full",   v=128, m=128, n=128, kv_stages=2, q_stages=1, mma_warpgroups=2, pingpong=True,  dynamic_schedule=False, why="E022"),
+    *_fwd(192, "causal", v=128, m=128, n=128, kv_stages=2, q_stages=1, mma_warpgroups=2, pingpong=True,  dynamic_schedule=True,  why="E022"),
+]
+BACKWARD += [
+    *_bwd( 96, "full",          m=64,  n=128, q_stages=4, do_stages=2, mma_warpgroups=2, why="E022"),
+    *_bwd( 96, "causal",        m=64,  n=128, q_stages=4, do_stages=2, mma_warpgroups=2, why="E022"),
+    *_bwd(192, "full",          m=64,  n=64,  q_stages=2, do_stages=2, mma_warpgroups=2, why="E022"),
+    *_bwd(192, "causal",        m=64,  n=64,  q_stages=2, do_stages=2, mma_warpgroups=2, why="E022"),
+    *_bwd(192, "full",   v=128, m=64,  n=64,  q_stages=2, do_stages=2, mma_warpgroups=2, why="E022"),
+    *_bwd(192, "causal", v=128, m=64,  n=64,  q_stages=2, do_stages=2, mma_warpgroups=2, why="E022"),
+]
+# fmt: on
+
 # fmt: off
 FP8: list[Fwd] = [
     _fp8( 64, "full",   m=192, n=128, kv_stages=2, q_stages=2, mma_warpgroups=3, pingpong=True,  dynamic_schedule=False, why="E023"),
@@ -165,6 +189,11 @@ CORE = (
     "bwd_bf16_hd64_causal_packed",
     "fwd_e4m3_hd128_causal",
     "bwd_bf16_hd128_local",
+    "fwd_bf16_hd96_causal",
+    "fwd_bf16_hd192_v128_full",
+    "bwd_bf16_hd96_full",
+    "bwd_bf16_hd192_causal",
+    "bwd_bf16_hd192_v128_causal",
 )
 
 

@@ -43,15 +43,16 @@ def attention(q, k, v, layout: str, **arguments):
     return flash3.flash_attn_varlen_func(*packed, *ends, *lengths, return_lse=True, **arguments)
 
 
-def call(
-    dtype: torch.dtype, head_dim: int, mask: str, layout: str, shape, *, backward: bool
-) -> bool:
-    """True if all results are finite where they have to be."""
+def call(dtype: torch.dtype, head_dims, mask: str, layout: str, shape, *, backward: bool) -> bool:
+    """True if all results are finite where they have to be. ``head_dims``: of q and k, of v."""
     batch, seqlen_q, seqlen_k, heads_q, heads_kv = shape
-    extents = [(batch, seqlen_q, heads_q), *[(batch, seqlen_k, heads_kv)] * 2]
-    q, k, v = (
-        torch.randn(*e, head_dim, device="cuda").to(dtype).requires_grad_(backward) for e in extents
+    d, d_v = head_dims
+    extents = (
+        (batch, seqlen_q, heads_q, d),
+        (batch, seqlen_k, heads_kv, d),
+        (batch, seqlen_k, heads_kv, d_v),
     )
+    q, k, v = (torch.randn(e, device="cuda").to(dtype).requires_grad_(backward) for e in extents)
     sink = torch.linspace(-1, 1, heads_q, device="cuda").requires_grad_(backward)
     finite = True
     for deterministic, sinks in ((False, None), (True, sink)):
@@ -71,11 +72,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", default="", help="only rows whose name holds this text")
     rows = [row for row in _C.variants() if parser.parse_args().rows in row["name"]]
-    keys = [[row[key] for key in ("pass", "dtype", "head_dim", "mask", "layout")] for row in rows]
+    words = ("pass", "dtype", "head_dim", "head_dim_v", "mask", "layout")
+    keys = [[row[key] for key in words] for row in rows]
     bad = 0
-    for pass_name, dtype, head_dim, mask, layout in keys:
-        # The row's own head_dim, and one that TMA pads up to it.
-        for d, shape in itertools.product((head_dim, head_dim - 24), SHAPES):
+    for pass_name, dtype, head_dim, head_dim_v, mask, layout in keys:
+        # The row's own head_dims, and some that TMA pads up to them.
+        for narrower, shape in itertools.product((0, 24), SHAPES):
+            d = head_dim - narrower, head_dim_v - narrower
             try:
                 finite = call(DTYPES[dtype], d, mask, layout, shape, backward=pass_name == "bwd")
             except RuntimeError as error:
@@ -85,7 +88,7 @@ def main() -> int:
             else:
                 verdict = "ok " if finite else "BAD"
                 bad += not finite
-            print(verdict, pass_name, dtype, mask, layout, f"d{d}", *shape, flush=True)
+            print(verdict, pass_name, dtype, mask, layout, f"d{d[0]}_{d[1]}", *shape, flush=True)
     torch.cuda.synchronize()
     print(f"{len(keys)} rows, {bad} bad results")
     return 1 if bad else 0

@@ -7,12 +7,12 @@ from cases import HALF_DTYPES, Case, both_masks
 
 import flash3
 
-SMALL = both_masks([Case(200, 333, d, num_heads_q=4) for d in (40, 64, 128)])
+SMALL = both_masks([Case(200, 333, d, num_heads_q=4) for d in (40, 64, 96, 128)])
 # Many key blocks add into the same dQ, on every multiprocessor at once, with grouped heads.
 CONTENDED = both_masks(
     [
         Case(2048, 2048, d, num_heads_q=8, num_heads_kv=num_heads_kv)
-        for d in (64, 128, 256)
+        for d in (64, 96, 128, 192, 256)
         for num_heads_kv in (4, 1)  # 1: clusters of CTAs sum dK and dV
     ]
 )
@@ -59,7 +59,7 @@ def test_backward_under_contention(case, dtype, flash3_rows):
 
 
 @pytest.mark.parametrize("num_heads_kv", [8, 2])
-@pytest.mark.parametrize("head_dim", [40, 64, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 192, 256])
 def test_backward_a_thousand_times_beside_other_work(head_dim, num_heads_kv, flash3_rows):
     """A matmul on another stream takes multiprocessors away, so that blocks start in another order."""
     flash3_rows(torch.bfloat16, head_dim, True)

@@ -28,8 +28,8 @@ from tolerance import assert_as_accurate
 
 def check(case: Case, dtype, *, dlse=False, magnitude=1.0, inputs=None, **arguments) -> Result:
     """Runs a case and applies the rule; skips what the build lacks, after checking the forward if that is there."""
-    widest = max(case.head_dim, case.head_dim_v or 0)
-    missing = [p for p in ("fwd", "bwd") if not row_built(p, dtype, widest, case.causal)]
+    key = (dtype, case.head_dim, case.causal, "dense", case.head_dim_v)
+    missing = [p for p in ("fwd", "bwd") if not row_built(p, *key)]
     if "fwd" in missing:
         pytest.skip("not built: forward row")
     backward = "bwd" not in missing
@@ -51,7 +51,7 @@ def test_lengths(case, head_dim, dtype):
     check(case.with_(head_dim=head_dim), dtype)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("case", by_length(LONG, num_heads_q=4, batch=1), ids=str)
 def test_long_lengths(case, head_dim):
     check(case.with_(head_dim=head_dim), torch.bfloat16)
@@ -75,7 +75,9 @@ def test_wide_head_dims(case, dtype):
 
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
 @pytest.mark.parametrize(
-    "head_dims", [(192, 128), (128, 192), (64, 256), (40, 72), (256, 8)], ids=str
+    "head_dims",
+    [(192, 128), (184, 120), (136, 64), (128, 192), (64, 256), (40, 72), (96, 40), (256, 8)],
+    ids=str,
 )
 @pytest.mark.parametrize(
     "case", by_length([(63, 97), (128, 128), (513, 777)], num_heads_q=4), ids=str
@@ -87,16 +89,19 @@ def test_another_head_dim_of_v(case, head_dims, dtype):
 
 
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
-@pytest.mark.parametrize("head_dim", [192, 256])
+@pytest.mark.parametrize("head_dim", [88, 96, 192, 256])
 @pytest.mark.parametrize("case", by_length([*TINY, *SHORT, *MEDIUM], num_heads_q=4), ids=str)
-def test_lengths_of_wide_heads(case, head_dim, dtype):
+def test_lengths_of_other_heads(case, head_dim, dtype):
     check(case.with_(head_dim=head_dim), dtype)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize(
+    "head_dims", [(64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256)], ids=str
+)
 @pytest.mark.parametrize("case", by_heads(HEADS, seqlen_q=209, seqlen_k=330), ids=str)
-def test_head_ratios(case, head_dim):
-    check(case.with_(head_dim=head_dim), torch.bfloat16)
+def test_head_ratios(case, head_dims):
+    head_dim, head_dim_v = head_dims
+    check(case.with_(head_dim=head_dim, head_dim_v=head_dim_v), torch.bfloat16)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 7, 40])

@@ -383,7 +383,7 @@ def test_experiments_table_has_tiles_of_one_key(tmp_path):
     assert kernels.choose_rows("n64", file) == [TAGGED]
     generate.generate(rows, tmp_path)
     text = (tmp_path / "tables.cpp").read_text()
-    assert text.count("{DType::kBF16, 64, MaskKind::kFull}") == 2 and ".tag" not in text
+    assert text.count("{DType::kBF16, 64, 64, MaskKind::kFull}") == 2 and ".tag" not in text
     assert f"launch_fwd<{TAGGED.name}>" in (tmp_path / f"{TAGGED.name}.cu").read_text()
     file.write_text("")
     with pytest.raises(ValueError, match="defines no ROWS"):

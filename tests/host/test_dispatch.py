@@ -25,15 +25,15 @@ def key_of(row):
     return row["pass"], row["dtype"], row["mask"], row["layout"]
 
 
-def name_of(key, head_dim):
-    name, dtype, mask, layout = key
-    return f"{name}_{dtype}_hd{head_dim}_{mask}" + ("_packed" if layout == "packed" else "")
+def head_dims_of(row):
+    return row["head_dim"], row["head_dim_v"]
 
 
-def head_dims(key):
-    """The head_dims of the built rows of a key, ascending."""
-    rows = ROWS.values()
-    return sorted(r["head_dim"] for r in rows if key_of(r) == key)
+def fitting(key, head_dim, head_dim_v):
+    """Names of the built rows of a key that hold a call, smallest first."""
+    rows = [r for r in ROWS.values() if key_of(r) == key]
+    rows = [r for r in rows if r["head_dim"] >= head_dim and r["head_dim_v"] >= head_dim_v]
+    return [r["name"] for r in sorted(rows, key=head_dims_of)]
 
 
 def test_the_build_holds_rows_of_the_table_as_the_table_has_them():
@@ -43,7 +43,7 @@ def test_the_build_holds_rows_of_the_table_as_the_table_has_them():
         source = expected[name]
         key = source.key
         assert key_of(row)[1:] == (key.dtype, key.mask, key.layout)
-        assert row["head_dim"] == key.head_dim
+        assert head_dims_of(row) == (key.head_dim, key.head_dim_v)
         assert row["tile"] == {field: getattr(source, field) for field in row["tile"]}
         assert row["why"] == source.why
 
@@ -51,19 +51,19 @@ def test_the_build_holds_rows_of_the_table_as_the_table_has_them():
 @pytest.mark.parametrize("name", ROWS)
 def test_a_row_serves_its_own_key(name):
     row = ROWS[name]
-    assert plan(key_of(row), row["head_dim"])["row"] == name
+    assert plan(key_of(row), row["head_dim"], head_dim_v=row["head_dim_v"])["row"] == name
 
 
 @pytest.mark.parametrize("key", KEYS, ids="-".join)
-def test_every_head_dim_is_served_by_the_next_row_above(key):
-    built = head_dims(key)
-    for head_dim in range(8, 257, 8):
-        fitting = [row for row in built if row >= head_dim]
-        if fitting:
-            assert plan(key, head_dim)["row"] == name_of(key, fitting[0])
+def test_every_head_dim_is_served_by_the_smallest_row_that_holds_both(key):
+    for head_dim, head_dim_v in itertools.product(range(8, 257, 8), repeat=2):
+        found = fitting(key, head_dim, head_dim_v)
+        if found:
+            assert plan(key, head_dim, head_dim_v=head_dim_v)["row"] == found[0]
         else:
-            with pytest.raises(RuntimeError, match=f"head_dim {head_dim}, mask {key[2]}"):
-                plan(key, head_dim)
+            v = "" if head_dim_v == head_dim else f" and {head_dim_v} of v"
+            with pytest.raises(RuntimeError, match=f"head_dim {head_dim}{v}, mask {key[2]}"):
+                plan(key, head_dim, head_dim_v=head_dim_v)
 
 
 @pytest.mark.parametrize("key", KEYS, ids="-".join)
@@ -81,8 +81,8 @@ def test_a_missing_row_is_an_error_that_helps(key):
     if of_this_pass:
         assert set(nearest) <= of_this_pass
         assert len(nearest) == min(3, len(of_this_pass))
-        if head_dims(key):
-            assert nearest[0] == name_of(key, head_dims(key)[-1])
+        if fitting(key, 8, 8):
+            assert nearest[0] == fitting(key, 8, 8)[-1]
 
     words = re.search(r'FLASH3_VARIANTS="([^"]*)"', message).group(1)
     selected = [row.name for row in generate.select(words)]
@@ -117,6 +117,8 @@ def test_an_unknown_word_is_a_value_error(key, message):
         ({"num_sms": 0}, "at least 1"),
         ({"num_heads_kv": 3}, "num_heads_kv must divide num_heads_q, 4, got 3"),
         ({"head_dim": 60}, "head_dim must be a multiple of 8, got 60"),
+        ({"head_dim_v": 60}, "head_dim_v must be a positive multiple of 8, got 60"),
+        ({"head_dim_v": 0}, "head_dim_v must be a positive multiple of 8, got 0"),
     ],
     ids=str,
 )

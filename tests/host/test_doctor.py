@@ -20,6 +20,7 @@ ROW = {
     "pass": "fwd",
     "dtype": "bf16",
     "head_dim": 64,
+    "head_dim_v": 64,
     "mask": "causal",
     "layout": "dense",
 }
@@ -184,7 +185,7 @@ def test_plan_prints_row_grid_workspace_and_why_and_says_that_sms_are_assumed(ma
     assert "192x128" in text
     assert "132 CTAs on 132 SMs (assumed: no Hopper GPU is visible)" in text
     assert "4 bytes" in text
-    assert "because (2, 1024, 8192, 32, 8, 64, 132, False)" in text
+    assert "because (2, 1024, 8192, 32, 8, 64, 132, False, 'dense', 64)" in text
 
 
 def test_plan_uses_the_sms_of_a_visible_hopper_gpu(machine, capsys):
@@ -219,6 +220,8 @@ def test_plan_refuses_a_word_that_it_does_not_know(word, capsys):
 def test_plan_defaults_follow_the_query_side():
     call = doctor.parse_plan(["hq=12", "sq=77", "dtype=half"])
     assert (call["hkv"], call["sk"], call["dtype"], call["mask"]) == (12, 77, "f16", "full")
+    assert (call["hd"], call["hdv"]) == (128, 128)
+    assert doctor.parse_plan(["hd=192", "hdv=128"])["hdv"] == 128
 
 
 def test_what_a_build_needs_is_named(monkeypatch):

@@ -7,8 +7,13 @@ import pytest
 from variants import document, generate, limits
 from variants.table import BACKWARD, CORE, DTYPES, FORWARD, LAYOUTS, MASKS, all_rows
 
-HEAD_DIMS = {"fwd": {64, 128, 192, 256}, "bwd": {64, 128, 256}}
-WITHOUT_A_ROW = {("fwd", 192, "local")}  # served by head_dim 256
+# head_dim of q, of v; those of packed rows, and those that only dense rows have
+HEAD_DIMS = {
+    "fwd": {(64, 64), (128, 128), (192, 192), (256, 256)},
+    "bwd": {(64, 64), (128, 128), (256, 256)},
+}
+DENSE_ALONE = {"fwd": {(96, 96), (192, 128)}, "bwd": {(96, 96), (192, 192), (192, 128)}}
+WITHOUT_A_ROW = {("fwd", (192, 192), "local")}  # served by head_dim 256
 ROWS = {row.name: row for row in all_rows()}
 
 
@@ -29,6 +34,10 @@ BWD = replace(
 )
 
 
+def head_dims_of(row):
+    return row.key.head_dim, row.key.head_dim_v
+
+
 @pytest.mark.parametrize("row", all_rows(), ids=lambda row: row.name)
 def test_row_can_be_built(row):
     assert limits.problems(row) == []
@@ -41,10 +50,13 @@ def test_names_are_unique_and_the_table_is_within_its_budget():
 
 @pytest.mark.parametrize(("kind", "rows"), [("fwd", FORWARD), ("bwd", BACKWARD)])
 def test_every_combination_is_served(kind, rows):
-    keys = {(row.key.dtype, row.key.head_dim, row.key.mask, row.key.layout) for row in rows}
+    keys = {(row.key.dtype, head_dims_of(row), row.key.mask, row.key.layout) for row in rows}
     expected = {
         key
-        for key in itertools.product(DTYPES, HEAD_DIMS[kind], MASKS, LAYOUTS)
+        for key in (
+            *itertools.product(DTYPES, HEAD_DIMS[kind], MASKS, LAYOUTS),
+            *itertools.product(DTYPES, DENSE_ALONE[kind], ("full", "causal"), ["dense"]),
+        )
         if (kind, *key[1:3]) not in WITHOUT_A_ROW
     }
     assert keys == expected and len(rows) == len(keys)
@@ -66,7 +78,7 @@ def test_core_rows_exist_and_cover_every_path():
     rows = [ROWS[name] for name in CORE]
     for kind in ("fwd", "bwd"):
         chosen = [row for row in rows if row.name.startswith(kind)]
-        assert {row.key.head_dim for row in chosen} == HEAD_DIMS[kind]
+        assert {head_dims_of(row) for row in chosen} == HEAD_DIMS[kind] | DENSE_ALONE[kind]
         assert {row.key.mask for row in chosen} == set(MASKS)
         assert {row.key.layout for row in chosen} == set(LAYOUTS)
 
@@ -86,7 +98,9 @@ def test_row_names_the_experiment_that_chose_it(row):
         (replace(FWD, n=256, kv_stages=1), "registers a thread"),
         (replace(FWD, kv_stages=0), "not all at least 1"),
         (replace(FWD, m=256, mma_warpgroups=4), "mma_warpgroups 4"),
-        (replace(FWD, key=replace(FWD.key, head_dim=96)), "head_dim 96"),
+        (replace(FWD, key=replace(FWD.key, head_dim=80)), "head_dim 80 is not a multiple of 32"),
+        (replace(FWD, key=replace(FWD.key, v=72)), "head_dim 72 is not a multiple of 32"),
+        (replace(FWD, n=80, key=replace(FWD.key, v=192)), "of v is above that of q, 128"),
         (replace(FWD, key=replace(FWD.key, dtype="f64")), "dtype f64"),
         (replace(FWD, key=replace(FWD.key, mask="sparse")), "mask sparse"),
         (replace(FWD, key=replace(FWD.key, layout="paged")), "layout paged"),
@@ -124,6 +138,20 @@ def test_shared_memory_model_counts_every_tile():
     assert limits.smem_bytes(row) == tiles + limits.BARRIER_BYTES
 
 
+def test_the_model_counts_the_head_dim_of_v_where_it_matters():
+    key = replace(FWD.key, head_dim=192, v=128)
+    row = replace(FWD, key=key, m=128, n=112, q_stages=1, kv_stages=2)
+    tiles = 128 * 192 + 2 * 112 * (192 + 128)
+    assert limits.smem_bytes(row) == tiles * 2 + limits.BARRIER_BYTES
+    assert limits.registers(row) == 56 + 28 + 64 + limits.OTHER_REGISTERS
+    assert limits.gemm_widths(row) == {112, 128}
+    row = replace(BWD, key=key, m=64, n=64, q_stages=4, do_stages=2)
+    tiles = 64 * (192 + 128) + 64 * (4 * 192 + 2 * 128) + 4 * 64 * 64
+    assert limits.smem_bytes(row) == tiles * 2 + 6 * 64 * 4 + limits.BARRIER_BYTES
+    assert limits.registers(row) == 48 + 32 + 16 + 48 + limits.OTHER_REGISTERS
+    assert limits.gemm_widths(row) == {32, 96, 64}
+
+
 @pytest.mark.parametrize(
     ("spec", "names"),
     [
@@ -142,7 +170,7 @@ def test_filter_selects_rows_by_words(spec, names):
 
 @pytest.mark.parametrize("spec", ["hd512", "f1", "fwd,bwd", ",", "BF16"])
 def test_filter_without_a_match_lists_the_words(spec):
-    words = "bf16, bwd, causal, e4m3, f16, full, fwd, hd128, hd192, hd256, hd64, local, packed, twolevel"
+    words = "bf16, bwd, causal, e4m3, f16, full, fwd, hd128, hd192, hd256, hd64, hd96, local, packed, twolevel, v128"
     with pytest.raises(generate.FilterError, match=words):
         generate.select(spec)
 
@@ -151,11 +179,13 @@ def test_row_source_states_the_row():
     text = generate.row_source(FWD)
     assert '#include "forward/launch.cuh"' in text
     assert "struct fwd_bf16_hd128_full {\n  using Element = cutlass::bfloat16_t;" in text
-    assert "KernelKey key = {DType::kBF16, 128, MaskKind::kFull};" in text
+    assert "KernelKey key = {DType::kBF16, 128, 128, MaskKind::kFull};" in text
     assert f"FwdTile tile = {{.m = {FWD.m}, .n = {FWD.n}, .kv_stages = {FWD.kv_stages}," in text
     assert "void launch_fwd_bf16_hd128_full(FwdParams const& params, cudaStream_t stream)" in text
     packed = generate.row_source(ROWS["fwd_f16_hd64_causal_packed"])
-    assert "key = {DType::kF16, 64, MaskKind::kCausal, SeqLayout::kPacked};" in packed
+    assert "key = {DType::kF16, 64, 64, MaskKind::kCausal, SeqLayout::kPacked};" in packed
+    pair = generate.row_source(ROWS["bwd_bf16_hd192_v128_full"])
+    assert "key = {DType::kBF16, 192, 128, MaskKind::kFull};" in pair
     assert "launch_bwd<bwd_bf16_hd128_causal>(params, stream);" in generate.row_source(BWD)
 
 

@@ -36,11 +36,11 @@ struct BwdConsumer {
     KeyTile const tile = args.tile();
     BlockRange const blocks = args.mask(T::Sequences::lengths(tile.batch))
                                   .template query_blocks<T::kM, T::kN>(tile.n_block * T::kN);
-    // ((2, 2, head_dim / 8), 1, 1) fp32 each
+    // ((2, 2, columns / 8), 1, 1) fp32 each
     typename T::MmaDk mma_dk;
     typename T::MmaDv mma_dv;
     Tensor dk = partition_fragment_C(mma_dk, Shape<Int<T::kN>, Int<T::kHeadDim>>{});
-    Tensor dv = partition_fragment_C(mma_dv, Shape<Int<T::kN>, Int<T::kHeadDim>>{});
+    Tensor dv = partition_fragment_C(mma_dv, Shape<Int<T::kN>, Int<T::kHeadDimV>>{});
     clear(dk);
     clear(dv);
     if (blocks.begin < blocks.end) {
@@ -67,9 +67,9 @@ struct BwdConsumer {
   //   dV(j)                 dS(j) = P(j) * (dP(j) - dPsum), staged for the other warpgroup
   //   dQ(j)  S(j + 1)       -- dV(j), dQ(j) done --
   //   dK(j)  dP(j + 1)      dQ(j) to global memory, then P(j + 1) from S(j + 1)
-  template <class Gradient>
-  CUTLASS_DEVICE void accumulate(KeyTile tile, BlockRange blocks, typename T::MmaDk& mma_dk,
-                                 Gradient& dk, typename T::MmaDv& mma_dv, Gradient& dv) {
+  template <class Dk, class Dv>
+  CUTLASS_DEVICE void accumulate(KeyTile tile, BlockRange blocks, typename T::MmaDk& mma_dk, Dk& dk,
+                                 typename T::MmaDv& mma_dv, Dv& dv) {
     typename T::MmaScores mma_scores;
     typename T::MmaDq mma_dq;
     auto const thread_scores = mma_scores.get_thread_slice(consumer_thread());
@@ -80,6 +80,7 @@ struct BwdConsumer {
     auto const q = make_smem_ptr(smem.q[0]), d_o = make_smem_ptr(smem.d_o[0]);
     auto const ds = make_smem_ptr(smem.ds[0]);
     typename T::LayoutK const layout_k{};
+    typename T::LayoutV const layout_v{};
     typename T::LayoutQ const layout_q{};
     typename T::LayoutDo const layout_do{};
     typename T::LayoutDs const layout_ds{};
@@ -87,7 +88,7 @@ struct BwdConsumer {
     // Q, dQ = dS K.
     Tensor tSrK = thread_scores.partition_fragment_A(make_tensor(k, layout_k));
     Tensor tSrQ = thread_scores.partition_fragment_B(make_tensor(q, layout_q));
-    Tensor tPrV = thread_scores.partition_fragment_A(make_tensor(v, layout_k));
+    Tensor tPrV = thread_scores.partition_fragment_A(make_tensor(v, layout_v));
     Tensor tPrDo = thread_scores.partition_fragment_B(make_tensor(d_o, layout_do));
     Tensor tVrDo = thread_dv.partition_fragment_B(make_tensor(d_o, transposed(layout_do)));
     Tensor tKrDs = thread_dk.partition_fragment_A(make_tensor(ds, layout_ds));
@@ -114,14 +115,13 @@ struct BwdConsumer {
       to_score_gradients(dp, s, smem.dpsum[do_at.slot], smem.lse_log2[q_at.slot]);
       Tensor rounded_ds = make_operand_a_like<Element>(dp);
       convert(dp, rounded_ds);
-      stage_warp_rows<T::kN, T::kScoreColumns>(rounded_ds, smem.ds[ds_slot], first_key(),
-                                               first_query());
+      stage_scores(rounded_ds, smem.ds[ds_slot]);
       // Only now, when dP's registers are free: rounding P takes half as many as it frees, and dV
       // keeps them until it is done.
       Tensor p = make_operand_a_like<Element>(s);
       convert(s, p);
       if constexpr (T::kKeysShared) {
-        stage_warp_rows<T::kN, T::kScoreColumns>(p, smem.ds[p_slot], first_key(), first_query());
+        stage_scores(p, smem.ds[p_slot]);
       } else {
         issue_gemm<Accumulate::kAdd>(mma_dv, p, tVrDo(_, _, _, do_at.slot), dv);
       }
@@ -162,6 +162,12 @@ struct BwdConsumer {
     CUTLASS_PRAGMA_NO_UNROLL
     for (int j = 0; j < last; ++j) step(j, false_type{});
     step(last, true_type{});
+  }
+
+  // Of P or dS, for the GEMMs that need the other warpgroup's too.
+  template <class Rounded>
+  CUTLASS_DEVICE void stage_scores(Rounded const& rounded, Element* slot) const {
+    stage_warp_rows<T::kN, T::kScoreColumns, kWidestBox>(rounded, slot, first_key(), first_query());
   }
 
   // Keys past the end were loaded as zeros; their scores of 0 must not turn into probabilities
@@ -285,8 +291,8 @@ struct BwdConsumer {
     named_barrier_arrive(BwdBarrier::kDqAdded, BwdDqTurns<Row>::kAddedThreads);
   }
 
-  template <class Gradient>
-  CUTLASS_DEVICE void write_output(KeyTile tile, Gradient& dk, Gradient& dv) {
+  template <class Dk, class Dv>
+  CUTLASS_DEVICE void write_output(KeyTile tile, Dk& dk, Dv& dv) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < size(dk); ++i) dk(i) *= args.softmax_scale;
     // K is the B operand of every warpgroup's dQ, so all must be done before dK overwrites it.
@@ -294,24 +300,23 @@ struct BwdConsumer {
     if (args.cluster_size > 1) {
       BwdClusterSum<Row>{args, smem, warpgroup}.run(tile, dk, dv);
     } else {
-      write_gradient(args.dv, dv, smem.v, tile);
-      write_gradient(args.dk, dk, smem.k, tile);
+      write_gradient<T::kDvColumns>(args.dv, dv, smem.v, tile);
+      write_gradient<T::kDkColumns>(args.dk, dk, smem.k, tile);
     }
     if (threadIdx.x % kThreadsPerWarp == 0) tma_store_wait<0>();
   }
 
-  template <class Gradient>
+  template <int kColumns, class Gradient>
   CUTLASS_DEVICE void write_gradient(CUtensorMap const& map, Gradient const& gradient,
                                      Element* staging, KeyTile tile) {
     Tensor rounded = make_tensor<Element>(gradient.layout());
     convert(gradient, rounded);
-    constexpr int kColumns = T::kGradientColumns;
     int const first_column = T::kKeysShared ? warpgroup * kColumns : 0;
-    stage_warp_rows<T::kN, kColumns>(rounded, staging, first_key(), first_column);
-    store_warp_rows<T::kN, kColumns>(
+    stage_warp_rows<T::kN, kColumns, T::kBox>(rounded, staging, first_key(), first_column);
+    store_warp_rows<T::kN, kColumns, T::kBox>(
         map, staging, first_key(),
         TileCoord{tile.n_block * T::kN, tile.kv_head, T::Sequences::slot_k(tile.batch)},
-        first_column / kBoxColumns);
+        first_column / T::kBox);
   }
 };
 

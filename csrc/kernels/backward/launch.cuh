@@ -13,7 +13,7 @@ namespace flash3 {
 // Q, dO and the fp32 dQ sum of a query row: what the CTAs of a head share.
 template <class T>
 inline constexpr long long kQueryRowBytes =
-    T::kHeadDim * (2 * sizeof(typename T::Element) + sizeof(float));
+    (T::kHeadDim + T::kHeadDimV) * sizeof(typename T::Element) + T::kHeadDim * sizeof(float);
 
 template <class T>
 typename T::Order make_bwd_order(BwdParams const& params) {
@@ -60,12 +60,12 @@ BwdArgs<Row> make_bwd_args(BwdParams const& params) {
   int const group = p.num_heads_q / p.num_heads_kv;
   constexpr auto make_map = T::kPacked ? make_ragged_tensor_map : make_tensor_map;
   return {
-      .q = make_map(params.q, p.dtype, q_extent, T::kM),
-      .d_o = make_map(params.d_o, p.dtype, do_extent, T::kM),
-      .k = make_map(params.k, p.dtype, k_extent, T::kN),
-      .v = make_map(params.v, p.dtype, v_extent, T::kN),
-      .dk = make_map(params.dk, p.dtype, k_extent, kRowsPerWarp),
-      .dv = make_map(params.dv, p.dtype, v_extent, kRowsPerWarp),
+      .q = make_map(params.q, p.dtype, q_extent, {T::kM, T::kBox}),
+      .d_o = make_map(params.d_o, p.dtype, do_extent, {T::kM, T::kBox}),
+      .k = make_map(params.k, p.dtype, k_extent, {T::kN, T::kBoxOfK}),
+      .v = make_map(params.v, p.dtype, v_extent, {T::kN, T::kBox}),
+      .dk = make_map(params.dk, p.dtype, k_extent, {kRowsPerWarp, T::kBox}),
+      .dv = make_map(params.dv, p.dtype, v_extent, {kRowsPerWarp, T::kBox}),
       .lse_log2 = params.lse_log2,
       .dpsum = params.dpsum,
       .dq_accum = params.dq_accum,

@@ -52,7 +52,8 @@ CUTLASS_DEVICE void postprocess_block(BwdPostprocessArgs<Row> const& args, int m
   Tensor rounded = make_tensor<Element>(dq.layout());
   convert(dq, rounded);
   // The swizzle spreads the fragment's scattered writes over the banks.
-  Tensor sDq = make_tensor(make_smem_ptr(tile), SwizzledTile<Element, T::kM, T::kHeadDim>{});
+  Tensor sDq =
+      make_tensor(make_smem_ptr(tile), SwizzledTile<Element, T::kM, T::kHeadDim, T::kBoxOfK>{});
   auto const words = recast<uint32_t>(rounded);
   auto target = recast<uint32_t>(mma_dq.get_thread_slice(threadIdx.x).partition_C(sDq));
   copy(words, target);

@@ -2,6 +2,8 @@
 // dQ sums.
 #pragma once
 
+#include <bit>
+
 #include "backward/dq_accumulate.cuh"
 #include "backward/query_block.cuh"
 #include "common/math.cuh"
@@ -18,7 +20,8 @@ struct BwdPreprocessArgs : QueryBlocks<Row> {
   int seqlen_q, seqlen_q_rounded, num_heads_q, head_dim_v;
 };
 
-// One CTA takes kM rows of one head. Eight-element vectors: kHeadDim / 8 lanes share a row.
+// One CTA takes kM rows of one head. Eight-element vectors: kHeadDimV / 8 lanes share a row, and as
+// many more as make a power of two.
 template <class Row>
 CUTLASS_DEVICE void preprocess_block(BwdPreprocessArgs<Row> const& args, int m_block,
                                      int64_t head_and_batch) {
@@ -26,7 +29,7 @@ CUTLASS_DEVICE void preprocess_block(BwdPreprocessArgs<Row> const& args, int m_b
   using Element = typename T::Element;
   using Vector = cutlass::AlignedArray<Element, 8>;
   constexpr int kThreads = 256;
-  constexpr int kLanesPerRow = T::kHeadDim / 8;
+  constexpr int kLanesPerRow = std::bit_ceil(unsigned{T::kHeadDimV / 8});
   constexpr int kRowsAtOnce = kThreads / kLanesPerRow;
 
   int const head = head_and_batch % args.num_heads_q;

@@ -36,18 +36,18 @@ struct BwdProducer {
   CUTLASS_DEVICE void load_kv(KeyTile tile) {
     Ring<1>::Cursor const at;
     TileCoord const coord{tile.n_block * T::kN, tile.kv_head, T::Sequences::rows_k(tile.batch)};
-    smem.kv_ring.expect_bytes(at, 2 * T::kKvBytes);
-    tma_load_tile<T::kN, T::kHeadDim>(args.k, smem.kv_ring.full(at), smem.k, coord,
-                                      CacheHint::kEvictFirst);
-    tma_load_tile<T::kN, T::kHeadDim>(args.v, smem.kv_ring.full(at), smem.v, coord,
-                                      CacheHint::kEvictFirst);
+    smem.kv_ring.expect_bytes(at, T::kKBytes + T::kVBytes);
+    tma_load_tile<T::kN, T::kHeadDim, T::kBoxOfK>(args.k, smem.kv_ring.full(at), smem.k, coord,
+                                                  CacheHint::kEvictFirst);
+    tma_load_tile<T::kN, T::kHeadDimV, T::kBox>(args.v, smem.kv_ring.full(at), smem.v, coord,
+                                                CacheHint::kEvictFirst);
   }
 
   CUTLASS_DEVICE void load_q(KeyTile tile, Coord coord) {
     smem.q_ring.wait_empty(q_at);
     smem.q_ring.expect_bytes(q_at, T::kQBytes + T::kRowStatBytes);
-    tma_load_tile<T::kM, T::kHeadDim>(args.q, smem.q_ring.full(q_at), smem.q[q_at.slot], coord,
-                                      CacheHint::kEvictLast);
+    tma_load_tile<T::kM, T::kHeadDim, T::kBox>(args.q, smem.q_ring.full(q_at), smem.q[q_at.slot],
+                                               coord, CacheHint::kEvictLast);
     bulk_load(smem.lse_log2[q_at.slot],
               args.lse_log2 + args.head_row(tile.batch, coord.head) + coord.row, T::kRowStatBytes,
               smem.q_ring.full(q_at));
@@ -56,9 +56,9 @@ struct BwdProducer {
 
   CUTLASS_DEVICE void load_do(KeyTile tile, Coord coord) {
     smem.do_ring.wait_empty(do_at);
-    smem.do_ring.expect_bytes(do_at, T::kQBytes + T::kRowStatBytes);
-    tma_load_tile<T::kM, T::kHeadDim>(args.d_o, smem.do_ring.full(do_at), smem.d_o[do_at.slot],
-                                      coord, CacheHint::kEvictLast);
+    smem.do_ring.expect_bytes(do_at, T::kDoBytes + T::kRowStatBytes);
+    tma_load_tile<T::kM, T::kHeadDimV, T::kBox>(args.d_o, smem.do_ring.full(do_at),
+                                                smem.d_o[do_at.slot], coord, CacheHint::kEvictLast);
     bulk_load(smem.dpsum[do_at.slot],
               args.dpsum + args.head_row(tile.batch, coord.head) + coord.row, T::kRowStatBytes,
               smem.do_ring.full(do_at));

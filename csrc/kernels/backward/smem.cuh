@@ -11,10 +11,10 @@ struct BwdSmem {
   using T = BwdTraits<Row>;
   using Element = typename T::Element;
 
-  alignas(1024) Element k[T::kN * T::kHeadDim];  // stages dK after the main loop
-  alignas(1024) Element v[T::kN * T::kHeadDim];  // stages dV after the main loop
+  alignas(1024) Element k[T::kN * T::kHeadDim];   // stages dK after the main loop
+  alignas(1024) Element v[T::kN * T::kHeadDimV];  // stages dV after the main loop
   alignas(1024) Element q[T::kQSlots][T::kM * T::kHeadDim];
-  alignas(1024) Element d_o[T::kDoSlots][T::kM * T::kHeadDim];
+  alignas(1024) Element d_o[T::kDoSlots][T::kM * T::kHeadDimV];
   alignas(1024) Element ds[T::kDsSlots + T::kPSlots][T::kN * T::kM];  // dS^T, then P^T
   alignas(128) float lse_log2[T::kQSlots][T::kM];
   alignas(128) float dpsum[T::kDoSlots][T::kM];

@@ -12,9 +12,10 @@ namespace flash3 {
 template <class Row>
 struct BwdTraits {
   using Element = typename Row::Element;
-  static constexpr int kM = Row::tile.m;  // query rows per step
-  static constexpr int kN = Row::tile.n;  // keys per CTA
-  static constexpr int kHeadDim = Row::key.head_dim;
+  static constexpr int kM = Row::tile.m;                 // query rows per step
+  static constexpr int kN = Row::tile.n;                 // keys per CTA
+  static constexpr int kHeadDim = Row::key.head_dim;     // of Q and K
+  static constexpr int kHeadDimV = Row::key.head_dim_v;  // of V and dO
   static constexpr int kQSlots = Row::tile.q_stages;
   static constexpr int kDoSlots = Row::tile.do_stages;
   static constexpr int kDsSlots =
@@ -32,7 +33,8 @@ struct BwdTraits {
   static_assert(kKeysShared || kN == 64 * kMmaWarpgroups, "64 keys in a warpgroup's accumulators");
   static constexpr int kPSlots = kKeysShared ? kDsSlots : 0;  // P^T is exchanged as dS^T is
   static constexpr int kScoreColumns = kKeysShared ? kM / kMmaWarpgroups : kM;
-  static constexpr int kGradientColumns = kKeysShared ? kHeadDim / kMmaWarpgroups : kHeadDim;
+  static constexpr int kDkColumns = kKeysShared ? kHeadDim / kMmaWarpgroups : kHeadDim;
+  static constexpr int kDvColumns = kKeysShared ? kHeadDimV / kMmaWarpgroups : kHeadDimV;
 
   static constexpr bool kPacked = Row::key.layout == SeqLayout::kPacked;
   using Sequence = std::conditional_t<kPacked, PackedSequence, int>;  // what TileCoord comes from
@@ -50,6 +52,11 @@ struct BwdTraits {
   static constexpr int kDqWarpgroupsAlongM = kM / 64;
   using WarpgroupsOfDq =
       Layout<Shape<Int<kDqWarpgroupsAlongM>, Int<kMmaWarpgroups / kDqWarpgroupsAlongM>, _1>>;
+  static constexpr int kDqColumns = kHeadDim * kDqWarpgroupsAlongM / kMmaWarpgroups;
+
+  // Columns of a box: of Q, V, dO, dK and dV, and of K and dQ, which are taken apart as dQ is.
+  static constexpr int kBox = box_columns(kDkColumns, kDvColumns);
+  static constexpr int kBoxOfK = box_columns(kBox, kDqColumns);
 
   // S^T (n x m) = K Q^T and dP^T (n x m) = V dO^T. Keys are the rows, so that P^T and dS^T are, in
   // registers, the A operands of the next two.
@@ -60,31 +67,36 @@ struct BwdTraits {
   // dK (n x head_dim) += dS^T Q. dS^T is in registers and, for dQ, in shared memory. From shared
   // memory it leaves room for the next step's S and dP (E004, E010).
   using MmaDk = decltype(make_tiled_mma(
-      GMMA::ss_op_selector<Element, Element, float, Shape<Int<kN>, Int<kGradientColumns>, Int<kM>>,
+      GMMA::ss_op_selector<Element, Element, float, Shape<Int<kN>, Int<kDkColumns>, Int<kM>>,
                            GMMA::Major::K, GMMA::Major::MN>(),
       Warpgroups{}));
-  // dV (n x head_dim) += P^T dO, P^T from registers, or from shared memory where the other
+  // dV (n x head_dim_v) += P^T dO, P^T from registers, or from shared memory where the other
   // warpgroup has a half of it.
   using MmaDvOfOwnKeys = decltype(make_tiled_mma(
-      GMMA::rs_op_selector<Element, Element, float, Shape<Int<kN>, Int<kGradientColumns>, Int<kM>>,
+      GMMA::rs_op_selector<Element, Element, float, Shape<Int<kN>, Int<kDvColumns>, Int<kM>>,
                            GMMA::Major::K, GMMA::Major::MN>(),
       Warpgroups{}));
-  using MmaDv = std::conditional_t<kKeysShared, MmaDk, MmaDvOfOwnKeys>;
+  using MmaDvOfSharedKeys = decltype(make_tiled_mma(
+      GMMA::ss_op_selector<Element, Element, float, Shape<Int<kN>, Int<kDvColumns>, Int<kM>>,
+                           GMMA::Major::K, GMMA::Major::MN>(),
+      Warpgroups{}));
+  using MmaDv = std::conditional_t<kKeysShared, MmaDvOfSharedKeys, MmaDvOfOwnKeys>;
   // dQ (m x head_dim) = dS K, dS from shared memory, where the other warpgroup's keys are too.
   using MmaDq = decltype(make_tiled_mma(
-      GMMA::ss_op_selector<
-          Element, Element, float,
-          Shape<Int<kM>, Int<kHeadDim * kDqWarpgroupsAlongM / kMmaWarpgroups>, Int<kN>>,
-          GMMA::Major::MN, GMMA::Major::MN>(),
+      GMMA::ss_op_selector<Element, Element, float, Shape<Int<kM>, Int<kDqColumns>, Int<kN>>,
+                           GMMA::Major::MN, GMMA::Major::MN>(),
       WarpgroupsOfDq{}));
 
-  using LayoutK = SwizzledTile<Element, kN, kHeadDim>;  // also V
-  using LayoutQ = SwizzledTiles<Element, kM, kHeadDim, kQSlots>;
-  using LayoutDo = SwizzledTiles<Element, kM, kHeadDim, kDoSlots>;
-  using LayoutDs =
-      SwizzledTiles<Element, kN, kM, kDsSlots + kPSlots>;  // dS^T, P^T: keys by queries
-  static constexpr int kKvBytes = kN * kHeadDim * sizeof(Element);
+  using LayoutK = SwizzledTile<Element, kN, kHeadDim, kBoxOfK>;
+  using LayoutV = SwizzledTile<Element, kN, kHeadDimV, kBox>;
+  using LayoutQ = SwizzledTiles<Element, kM, kHeadDim, kQSlots, kBox>;
+  using LayoutDo = SwizzledTiles<Element, kM, kHeadDimV, kDoSlots, kBox>;
+  // dS^T, P^T: keys by queries
+  using LayoutDs = SwizzledTiles<Element, kN, kM, kDsSlots + kPSlots, kWidestBox>;
+  static constexpr int kKBytes = kN * kHeadDim * sizeof(Element);
+  static constexpr int kVBytes = kN * kHeadDimV * sizeof(Element);
   static constexpr int kQBytes = kM * kHeadDim * sizeof(Element);
+  static constexpr int kDoBytes = kM * kHeadDimV * sizeof(Element);
   static constexpr int kRowStatBytes = kM * sizeof(float);
   static constexpr int kDqPerThread = kM * kHeadDim / kConsumerThreads;
 };

@@ -14,9 +14,9 @@ inline constexpr int kRowsPerWarp = 16;
 inline constexpr int kRowsPerWarpgroup = kWarpsPerWarpgroup * kRowsPerWarp;
 
 // Writes this warp's 16 rows of `rounded`, an accumulator (kColumns wide) converted to 16 bits,
-// into rows row_in_tile and columns first_column on of a SwizzledTile of kRows rows at `smem`, then
-// makes them visible to TMA and wgmma.
-template <int kRows, int kColumns, class Element, class Rounded>
+// into rows row_in_tile and columns first_column on of a SwizzledTile of kRows rows and boxes of
+// kBox columns at `smem`, then makes them visible to TMA and wgmma.
+template <int kRows, int kColumns, int kBox, class Element, class Rounded>
 CUTLASS_DEVICE void stage_warp_rows(Rounded const& rounded, Element* smem, int row_in_tile,
                                     int first_column = 0) {
   auto const words = recast<uint32_t const>(rounded);  // one word: two columns of one row
@@ -27,9 +27,10 @@ CUTLASS_DEVICE void stage_warp_rows(Rounded const& rounded, Element* smem, int r
   CUTLASS_PRAGMA_UNROLL
   for (int block = 0; block < kColumns / 16; ++block) {
     int const column = first_column + block * 16 + lane / 16 * 8;
-    int const chunk = column % kBoxColumns / 8;
-    Element* const address = smem + (column / kBoxColumns * kRows + row) * kBoxColumns +
-                             (chunk ^ (row % 8)) * 8;  // the 128-byte swizzle
+    int const chunk = column % kBox / 8;
+    // The swizzle of 128, 64 or 32 bytes: rows that share 128 bytes have the same.
+    int const swizzled = chunk ^ (row / (kWidestBox / kBox) % (kBox / 8));
+    Element* const address = smem + (column / kBox * kRows + row) * kBox + swizzled * 8;
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
                      cast_smem_ptr_to_uint(address)),
                  "r"(words(block * 4)), "r"(words(block * 4 + 1)), "r"(words(block * 4 + 2)),
@@ -48,11 +49,11 @@ CUTLASS_DEVICE int warp_row_in_tile(int warpgroup) {
 
 // Stores the warp's staged rows, kColumns from box `first_box` on, and returns at once;
 // tma_store_wait<0> in lane 0 says when the rows may be overwritten.
-template <int kRows, int kColumns, class Element, class Sequence>
+template <int kRows, int kColumns, int kBox, class Element, class Sequence>
 CUTLASS_DEVICE void store_warp_rows(CUtensorMap const& map, Element const* smem, int row_in_tile,
                                     TileCoord<Sequence> tile, int first_box = 0) {
   if (threadIdx.x % kThreadsPerWarp == 0) {
-    tma_store_rows<kRows, kColumns>(
+    tma_store_rows<kRows, kColumns, kBox>(
         map, smem, row_in_tile,
         TileCoord<Sequence>{tile.row + row_in_tile, tile.head, tile.sequence}, first_box);
     tma_store_arrive();

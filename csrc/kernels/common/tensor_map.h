@@ -44,17 +44,28 @@ struct TensorExtent {
   int head_dim, seqlen, heads, batch;
 };
 
-// The map of a tensor whose boxes are box_rows (along dimension 1) x box_columns (along head_dim),
-// swizzled as wide as they are. `strides` count elements and leave out head_dim's, which is 1.
+// Of a tensor map: rows are along dimension 1, columns along head_dim.
+struct Box {
+  int rows, columns;
+};
+
+inline int element_bytes(DType dtype) { return dtype == DType::kE4M3 ? 1 : 2; }
+
+// Rows of a box are as long as the swizzle's.
+inline CUtensorMapSwizzle swizzle_of(int row_bytes) {
+  return row_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+         : row_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                           : CU_TENSOR_MAP_SWIZZLE_32B;
+}
+
+// `strides` count elements and leave out head_dim's, which is 1.
 template <int kDims>
 CUtensorMap encode_tensor_map(void* address, DType dtype, cuuint64_t const (&dims)[kDims],
-                              int64_t const (&strides)[kDims - 1], int box_rows,
-                              int box_columns = kBoxColumns) {
-  int const element_bytes = dtype == DType::kE4M3 ? 1 : 2;
-  bool const wide = box_columns * element_bytes == 128;
+                              int64_t const (&strides)[kDims - 1], Box of) {
+  int const bytes = element_bytes(dtype);
   cuuint64_t byte_strides[kDims - 1];
-  for (int i = 0; i < kDims - 1; ++i) byte_strides[i] = cuuint64_t(strides[i]) * element_bytes;
-  cuuint32_t box[kDims] = {cuuint32_t(box_columns), cuuint32_t(box_rows)}, element_strides[kDims];
+  for (int i = 0; i < kDims - 1; ++i) byte_strides[i] = cuuint64_t(strides[i]) * bytes;
+  cuuint32_t box[kDims] = {cuuint32_t(of.columns), cuuint32_t(of.rows)}, element_strides[kDims];
   for (int i = 0; i < kDims; ++i) {
     if (i >= 2) box[i] = 1;
     element_strides[i] = 1;
@@ -63,8 +74,7 @@ CUtensorMap encode_tensor_map(void* address, DType dtype, cuuint64_t const (&dim
   auto const encode = [&] {
     return tensor_map_encoder()(&map, element_type(dtype), kDims, address, dims, byte_strides, box,
                                 element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                wide ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-                                CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                swizzle_of(of.columns * bytes), CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult result = encode();
@@ -81,36 +91,26 @@ CUtensorMap encode_tensor_map(void* address, DType dtype, cuuint64_t const (&dim
   return map;
 }
 
-// The map of a (batch, heads, rows, columns) tensor of bytes in boxes of a ByteTile.
-template <class Tile>
-CUtensorMap make_byte_tensor_map(TensorView const& view, TensorExtent extent) {
-  cuuint64_t const dims[4] = {cuuint64_t(extent.head_dim), cuuint64_t(extent.seqlen),
-                              cuuint64_t(extent.heads), cuuint64_t(extent.batch)};
-  return encode_tensor_map<4>(view.ptr, DType::kE4M3, dims,
-                              {view.seqlen_stride, view.head_stride, view.batch_stride},
-                              Tile::kRows, Tile::kBoxColumns);
-}
-
 // The map of a (batch, seqlen, heads, head_dim) tensor.
 inline CUtensorMap make_tensor_map(TensorView const& view, DType dtype, TensorExtent extent,
-                                   int box_rows) {
+                                   Box box) {
   cuuint64_t const dims[4] = {cuuint64_t(extent.head_dim), cuuint64_t(extent.seqlen),
                               cuuint64_t(extent.heads), cuuint64_t(extent.batch)};
   return encode_tensor_map<4>(view.ptr, dtype, dims,
-                              {view.seqlen_stride, view.head_stride, view.batch_stride}, box_rows);
+                              {view.seqlen_stride, view.head_stride, view.batch_stride}, box);
 }
 
 // The map of a packed (rows, heads, head_dim) tensor, in which each sequence ends by itself:
 // kRaggedRows of tma.cuh.
 inline CUtensorMap make_ragged_tensor_map(TensorView const& view, DType dtype, TensorExtent extent,
-                                          int box_rows) {
+                                          Box box) {
   constexpr cuuint64_t kUnbounded = 0x7fff0000;  // above every start and every row
   constexpr int64_t kWrap = int64_t{1} << 34;
   cuuint64_t const dims[5] = {cuuint64_t(extent.head_dim), cuuint64_t(kRaggedRows),
                               cuuint64_t(extent.heads), kUnbounded, kUnbounded};
   int64_t const row = view.seqlen_stride;
   return encode_tensor_map<5>(view.ptr, dtype, dims, {row, view.head_stride, row, kWrap - row},
-                              box_rows);
+                              box);
 }
 
 }  // namespace flash3

@@ -12,13 +12,19 @@ namespace flash3 {
 
 using namespace cute;
 
-// (rows, columns[, slots]) with 64-column blocks of 128-byte swizzled rows: what TMA writes and
-// wgmma reads.
-template <class Element, int kRows, int kColumns>
-using SwizzledTile = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{},
-                                            Shape<Int<kRows>, Int<kColumns>>{}));
-template <class Element, int kRows, int kColumns, int kSlots>
-using SwizzledTiles = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{},
+// (rows, columns[, slots]) in boxes of 64, 32 or 16 columns, whose rows are swizzled over 128, 64
+// or 32 bytes: what TMA writes and wgmma reads.
+template <class Element, int kBox>
+using SwizzleAtom =
+    std::conditional_t<kBox == 64, GMMA::Layout_K_SW128_Atom<Element>,
+                       std::conditional_t<kBox == 32, GMMA::Layout_K_SW64_Atom<Element>,
+                                          std::enable_if_t<kBox == 64 || kBox == 32 || kBox == 16,
+                                                           GMMA::Layout_K_SW32_Atom<Element>>>>;
+template <class Element, int kRows, int kColumns, int kBox>
+using SwizzledTile =
+    decltype(tile_to_shape(SwizzleAtom<Element, kBox>{}, Shape<Int<kRows>, Int<kColumns>>{}));
+template <class Element, int kRows, int kColumns, int kSlots, int kBox>
+using SwizzledTiles = decltype(tile_to_shape(SwizzleAtom<Element, kBox>{},
                                              Shape<Int<kRows>, Int<kColumns>, Int<kSlots>>{}));
 
 // The same memory seen as (columns, rows[, slots]): an operand whose rows are the reduced extent

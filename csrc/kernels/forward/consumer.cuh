@@ -99,8 +99,8 @@ struct FwdConsumer {
     BlockRange const blocks =
         args.mask(lengths).template key_blocks<T::kM, T::kN>(tile.block * T::kM);
     typename T::MmaPV mma_pv;
-    // ((2, 2, head_dim / 8), 1, 1) fp32
-    Tensor o = partition_fragment_C(mma_pv, Shape<Int<T::kM>, Int<T::kHeadDim>>{});
+    // ((2, 2, head_dim_v / 8), 1, 1) fp32
+    Tensor o = partition_fragment_C(mma_pv, Shape<Int<T::kM>, Int<T::kHeadDimV>>{});
     clear(o);
     OnlineSoftmax softmax(args.score_scale() * kLog2e);
     smem.q_ring.wait_full(q_at);
@@ -153,8 +153,8 @@ struct FwdConsumer {
     auto const thread_qk = mma_qk.get_thread_slice(first_thread);
     auto const thread_pv = mma_pv.get_thread_slice(first_thread);
     Tensor sQ = make_tensor(make_smem_ptr(smem.q[q_at.slot]), typename T::LayoutQ{});
-    Tensor sK = make_tensor(make_smem_ptr(smem.k[0]), typename T::LayoutKV{});
-    Tensor sVt = make_tensor(make_smem_ptr(smem.v[0]), transposed(typename T::LayoutKV{}));
+    Tensor sK = make_tensor(make_smem_ptr(smem.k[0]), typename T::LayoutK{});
+    Tensor sVt = make_tensor(make_smem_ptr(smem.v[0]), transposed(typename T::LayoutV{}));
     Tensor tSrQ = thread_qk.partition_fragment_A(sQ);   // (MMA, 1, head_dim / 16)
     Tensor tSrK = thread_qk.partition_fragment_B(sK);   // (MMA, 1, head_dim / 16, slots)
     Tensor tOrV = thread_pv.partition_fragment_B(sVt);  // (MMA, 1, n / 16, slots)
@@ -271,8 +271,9 @@ struct FwdConsumer {
     int const row = warp_row_in_tile(warpgroup);
     Tensor rounded = make_tensor<Element>(o.layout());
     convert(o, rounded);
-    stage_warp_rows<T::kM, T::kHeadDim>(rounded, smem.q[q_at.slot], row);
-    store_warp_rows<T::kM, T::kHeadDim>(args.o, smem.q[q_at.slot], row, output_coord(tile));
+    stage_warp_rows<T::kM, T::kHeadDimV, T::kBox>(rounded, smem.q[q_at.slot], row);
+    store_warp_rows<T::kM, T::kHeadDimV, T::kBox>(args.o, smem.q[q_at.slot], row,
+                                                  output_coord(tile));
     // The slot is the producer's again once the store has read it.
     if (threadIdx.x % kThreadsPerWarp == 0) tma_store_wait<0>();
     smem.q_ring.release(q_at);

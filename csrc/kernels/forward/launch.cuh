@@ -11,7 +11,8 @@ namespace flash3 {
 
 // What a key and its value bring to L2 for a head.
 template <class T>
-inline constexpr long long kKvRowBytes = 2LL * T::kHeadDim * sizeof(typename T::Element);
+inline constexpr long long kKvRowBytes =
+    (T::kHeadDim + T::kHeadDimV) * (long long)sizeof(typename T::Element);
 
 template <class T>
 typename T::Order make_order(FwdParams const& params) {
@@ -54,10 +55,10 @@ FwdArgs<Row> make_fwd_args(FwdParams const& params) {
   TensorExtent const o_extent{p.head_dim_v, p.seqlen_q, p.num_heads_q, p.batch};
   constexpr auto make_map = T::kPacked ? make_ragged_tensor_map : make_tensor_map;
   return {
-      .q = make_map(params.q, p.dtype, q_extent, T::kM),
-      .k = make_map(params.k, p.dtype, k_extent, T::kN),
-      .v = make_map(params.v, p.dtype, v_extent, T::kN),
-      .o = make_map(params.o, p.dtype, o_extent, kRowsPerWarp),
+      .q = make_map(params.q, p.dtype, q_extent, {T::kM, T::kBox}),
+      .k = make_map(params.k, p.dtype, k_extent, {T::kN, T::kBox}),
+      .v = make_map(params.v, p.dtype, v_extent, {T::kN, T::kBox}),
+      .o = make_map(params.o, p.dtype, o_extent, {kRowsPerWarp, T::kBox}),
       .lse = params.lse,
       .seqlen_q = p.seqlen_q,
       .seqlen_k = p.seqlen_k,

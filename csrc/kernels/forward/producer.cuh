@@ -109,7 +109,7 @@ struct FwdProducer {
   CUTLASS_DEVICE void load_q(Tile tile) {
     smem.q_ring.wait_empty(q_at);
     smem.q_ring.expect_bytes(q_at, T::kQBytes);
-    tma_load_tile<T::kM, T::kHeadDim>(
+    tma_load_tile<T::kM, T::kHeadDim, T::kBox>(
         args.q, smem.q_ring.full(q_at), smem.q[q_at.slot],
         TileCoord{tile.block * T::kM, tile.head, T::Sequences::rows_q(tile.batch)},
         CacheHint::kEvictFirst);
@@ -118,17 +118,17 @@ struct FwdProducer {
 
   CUTLASS_DEVICE void load_k(Tile tile, int n_block) {
     smem.k_ring.wait_empty(k_at);
-    smem.k_ring.expect_bytes(k_at, T::kKvBytes);
-    tma_load_tile<T::kN, T::kHeadDim>(args.k, smem.k_ring.full(k_at), smem.k[k_at.slot],
-                                      kv_coord(tile, n_block), CacheHint::kEvictLast);
+    smem.k_ring.expect_bytes(k_at, T::kKBytes);
+    tma_load_tile<T::kN, T::kHeadDim, T::kBox>(args.k, smem.k_ring.full(k_at), smem.k[k_at.slot],
+                                               kv_coord(tile, n_block), CacheHint::kEvictLast);
     k_at.advance();
   }
 
   CUTLASS_DEVICE void load_v(Tile tile, int n_block) {
     smem.v_ring.wait_empty(v_at);
-    smem.v_ring.expect_bytes(v_at, T::kKvBytes);
-    tma_load_tile<T::kN, T::kHeadDim>(args.v, smem.v_ring.full(v_at), smem.v[v_at.slot],
-                                      kv_coord(tile, n_block), CacheHint::kEvictLast);
+    smem.v_ring.expect_bytes(v_at, T::kVBytes);
+    tma_load_tile<T::kN, T::kHeadDimV, T::kBox>(args.v, smem.v_ring.full(v_at), smem.v[v_at.slot],
+                                                kv_coord(tile, n_block), CacheHint::kEvictLast);
     v_at.advance();
   }
 

@@ -15,7 +15,7 @@ struct FwdSmem {
   // it alone has read, and the slot goes back to the producer after the TMA store has read it.
   alignas(1024) Element q[T::kQSlots][T::kM * T::kHeadDim];
   alignas(1024) Element k[T::kKvSlots][T::kN * T::kHeadDim];
-  alignas(1024) Element v[T::kKvSlots][T::kN * T::kHeadDim];
+  alignas(1024) Element v[T::kKvSlots][T::kN * T::kHeadDimV];
   typename T::Tile tiles[2];
   Ring<T::kQSlots> q_ring;
   Ring<T::kKvSlots> k_ring;

@@ -15,7 +15,10 @@ struct FwdTraits {
   using Element = typename Row::Element;
   static constexpr int kM = Row::tile.m;
   static constexpr int kN = Row::tile.n;
-  static constexpr int kHeadDim = Row::key.head_dim;
+  static constexpr int kHeadDim = Row::key.head_dim;     // of Q and K
+  static constexpr int kHeadDimV = Row::key.head_dim_v;  // of V and O
+  static constexpr int kBox = box_columns(kHeadDim, kHeadDimV);
+  static_assert(kHeadDimV <= kHeadDim, "O is staged over Q");
   static constexpr int kKvSlots = Row::tile.kv_stages;
   static constexpr int kQSlots = Row::tile.q_stages;
   static constexpr int kMmaWarpgroups = Row::tile.mma_warpgroups;
@@ -60,16 +63,18 @@ struct FwdTraits {
   static constexpr bool kOwnRange = Row::key.mask == MaskKind::kCausal && (kM > kN);
   static constexpr bool kHalfSteps = kOwnRange && kN % 32 == 0;  // a half is whole k steps of P V
   using MmaQKHalf = MmaQKOf<kHalfSteps ? kN / 2 : kN>;
-  // O (m x head_dim) += P V: P from registers, V with the reduced extent (keys) as its rows.
+  // O (m x head_dim_v) += P V: P from registers, V with the reduced extent (keys) as its rows.
   using MmaPV = decltype(make_tiled_mma(
-      GMMA::rs_op_selector<Element, Element, float, Shape<Int<kM>, Int<kHeadDim>, Int<kN>>,
+      GMMA::rs_op_selector<Element, Element, float, Shape<Int<kM>, Int<kHeadDimV>, Int<kN>>,
                            GMMA::Major::K, GMMA::Major::MN>(),
       WarpgroupsAlongM{}));
 
-  using LayoutQ = SwizzledTile<Element, kM, kHeadDim>;
-  using LayoutKV = SwizzledTiles<Element, kN, kHeadDim, kKvSlots>;
+  using LayoutQ = SwizzledTile<Element, kM, kHeadDim, kBox>;
+  using LayoutK = SwizzledTiles<Element, kN, kHeadDim, kKvSlots, kBox>;
+  using LayoutV = SwizzledTiles<Element, kN, kHeadDimV, kKvSlots, kBox>;
   static constexpr int kQBytes = kM * kHeadDim * sizeof(Element);
-  static constexpr int kKvBytes = kN * kHeadDim * sizeof(Element);
+  static constexpr int kKBytes = kN * kHeadDim * sizeof(Element);
+  static constexpr int kVBytes = kN * kHeadDimV * sizeof(Element);
 };
 
 // Ids of the kernel's named barriers; one of each kind per consumer warpgroup.

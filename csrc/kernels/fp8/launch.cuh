@@ -18,12 +18,16 @@ Fp8Args<Row> make_fp8_args(FwdParams const& params) {
   TensorExtent const q_extent{p.head_dim, p.seqlen_q, p.num_heads_q, p.batch};
   TensorExtent const k_extent{p.head_dim, p.seqlen_k, p.num_heads_kv, p.batch};
   TensorExtent const vt_extent{keys_padded, p.head_dim, p.num_heads_kv, p.batch};
+  auto const make_map = [](auto tile, TensorView const& view, TensorExtent extent) {
+    using Tile = decltype(tile);
+    return make_tensor_map(view, DType::kE4M3, extent, {Tile::kRows, Tile::kBoxColumns});
+  };
   int const num_m_blocks = ceil_div_int(p.seqlen_q, kTileM);
   return {
-      .q = make_byte_tensor_map<typename T::TileQ>(params.q, q_extent),
-      .k = make_byte_tensor_map<typename T::TileKV>(params.k, k_extent),
-      .v = fp8.v_transposed ? make_byte_tensor_map<typename T::TileVt>(params.v, vt_extent)
-                            : make_byte_tensor_map<typename T::TileKV>(params.v, k_extent),
+      .q = make_map(typename T::TileQ{}, params.q, q_extent),
+      .k = make_map(typename T::TileKV{}, params.k, k_extent),
+      .v = fp8.v_transposed ? make_map(typename T::TileVt{}, params.v, vt_extent)
+                            : make_map(typename T::TileKV{}, params.v, k_extent),
       .q_scales = fp8.q_scales,
       .k_scales = fp8.k_scales,
       .v_scales = fp8.v_scales,
