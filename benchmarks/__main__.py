@@ -64,6 +64,7 @@ def grid_arguments(parser: argparse.ArgumentParser) -> None:
     add("--causal", choices=MASKS, default="both")
     add("--tokens", type=int, default=TOKENS, help="batch x seqlen")
     add("--hidden", type=int, default=HIDDEN, help="query heads x head_dim")
+    add("--head-dim-v", type=int, default=0, help="of v and out (default: that of q and k)")
     add("--group", type=int, default=1, help="query heads per key/value head")
     timing_arguments(parser)
 
@@ -143,7 +144,7 @@ def cells_of(args) -> list[Cell]:
         return named_cells(args.mode, args.dtype, args.match)
     return grid(
         MODES[args.command], args.dtype, args.head_dims, args.seqlens, MASKS[args.causal],
-        args.tokens, args.hidden, args.group,
+        args.tokens, args.hidden, args.group, args.head_dim_v,
     )  # fmt: skip
 
 

@@ -14,12 +14,18 @@ def make_values(cell: Cell, device: torch.device, seed: int) -> dict[str, torch.
     """q, k, v and dout of the cell, N(0, 1), in (batch, seqlen, heads, head_dim)."""
     generator = torch.Generator(device).manual_seed(seed)
 
-    def randn(seqlen: int, heads: int) -> torch.Tensor:
-        shape = (cell.batch, seqlen, heads, cell.head_dim)
+    def randn(seqlen: int, heads: int, head_dim: int) -> torch.Tensor:
+        shape = (cell.batch, seqlen, heads, head_dim)
         return torch.randn(shape, generator=generator, device=device).to(DTYPES[cell.dtype])
 
     queries, keys = (cell.seqlen, cell.heads), (cell.keys, cell.heads_kv)
-    shapes = {"q": queries, "k": keys, "v": keys, "dout": queries}
+    scores, values = cell.head_dim, cell.values_dim
+    shapes = {
+        "q": (*queries, scores),
+        "k": (*keys, scores),
+        "v": (*keys, values),
+        "dout": (*queries, values),
+    }
     return {name: randn(*shape) for name, shape in shapes.items()}
 
 

@@ -30,20 +30,22 @@ def labels(result: dict) -> dict[str, str]:
     return {name: about["label"] for name, about in result["implementations"].items()}
 
 
+def group_of(cell: dict) -> tuple:
+    """(dtype, head_dim, head_dim_v, causal); head_dim_v is 0 where it is head_dim."""
+    return cell["dtype"], cell["head_dim"], cell.get("head_dim_v", 0), cell["causal"]
+
+
 def groups(result: dict, mode: str) -> list[tuple[tuple, list[dict]]]:
-    """Cells of one mode by (dtype, head_dim, causal), each sorted by seqlen."""
-
-    def key(cell: dict) -> tuple:
-        return cell["dtype"], cell["head_dim"], cell["causal"]
-
+    """Cells of one mode by group_of, each sorted by seqlen."""
     cells = [c for c in result["cells"] if c["mode"] == mode and not c.get("name")]
-    cells.sort(key=lambda cell: (*key(cell), cell["seqlen"]))
-    return [(name, list(members)) for name, members in groupby(cells, key)]
+    cells.sort(key=lambda cell: (*group_of(cell), cell["seqlen"]))
+    return [(name, list(members)) for name, members in groupby(cells, group_of)]
 
 
 def group_title(group: tuple) -> str:
-    dtype, head_dim, causal = group
-    return f"{dtype} d{head_dim} {'causal' if causal else 'full'}"
+    dtype, head_dim, head_dim_v, causal = group
+    v = f" v{head_dim_v}" if head_dim_v else ""
+    return f"{dtype} d{head_dim}{v} {'causal' if causal else 'full'}"
 
 
 def seqlen_title(seqlen: int) -> str:
@@ -159,7 +161,7 @@ def standings_table(found: list[Standing]) -> str:
     rows = []
     for s in found:
         cell = s.cell
-        title = f"{cell['mode']} {group_title((cell['dtype'], cell['head_dim'], cell['causal']))}"
+        title = f"{cell['mode']} {group_title(group_of(cell))}"
         value = MISSING if s.value is None else f"{s.value:.3f}"
         measured = over_fastest(cell)
         here = f"{measured[0]:.3f} ({measured[1]})" if measured else MISSING

@@ -29,17 +29,25 @@ class Cell:
     heads_kv: int
     seqlen_k: int = 0  # 0: seqlen, which then counts the queries alone
     name: str = ""
+    head_dim_v: int = 0  # of v and out; 0: head_dim, which then counts that of q and k alone
 
     @property
     def keys(self) -> int:
         return self.seqlen_k or self.seqlen
 
     @property
+    def values_dim(self) -> int:
+        return self.head_dim_v or self.head_dim
+
+    @property
     def flops(self) -> float:
         """Floating point operations by the paper's count (arXiv 2407.08608, section 4.1):
-        4 b h sq sk d forward, half of it when causal, 2.5 times it backward."""
-        forward = 4 * self.batch * self.heads * self.seqlen * self.keys * self.head_dim
-        return forward * (0.5 if self.causal else 1.0) * (2.5 if self.mode == "bwd" else 1.0)
+        4 b h sq sk d forward, half of it when causal, 2.5 times it backward. Of the GEMMs Q K^T, dQ and dK have
+        head_dim, P V, dP and dV that of v."""
+        gemms = (1, 1) if self.mode == "fwd" else (3, 2)
+        columns = gemms[0] * self.head_dim + gemms[1] * self.values_dim
+        scores = self.batch * self.heads * self.seqlen * self.keys
+        return 2 * scores * columns * (0.5 if self.causal else 1.0)
 
     @property
     def mask(self) -> str:
@@ -52,7 +60,10 @@ class Cell:
         return {**asdict(self), "flops": self.flops}
 
     def __str__(self) -> str:
-        return self.name or f"{self.mode} {self.dtype} d{self.head_dim} {self.mask} {self.seqlen}"
+        v = f" v{self.head_dim_v}" if self.head_dim_v else ""
+        return (
+            self.name or f"{self.mode} {self.dtype} d{self.head_dim}{v} {self.mask} {self.seqlen}"
+        )
 
 
 def grid(
@@ -64,10 +75,11 @@ def grid(
     tokens: int = TOKENS,
     hidden: int = HIDDEN,
     group: int = 1,
+    head_dim_v: int = 0,
 ) -> list[Cell]:
     """Cells of the product, with batch = tokens / seqlen and heads = hidden / head_dim.
 
-    group: query heads per key/value head (1 is multi-head attention).
+    group: query heads per key/value head (1 is multi-head attention). head_dim_v: of v and out, 0 for head_dim.
     Raises ValueError when a shape doesn't divide evenly.
     """
     for head_dim in head_dims:
@@ -79,12 +91,15 @@ def grid(
         if seqlen < 1 or tokens % seqlen:
             raise ValueError(f"--tokens {tokens} is not a multiple of seqlen {seqlen}")
     return [
-        Cell(mode, dtype, d, causal, s, tokens // s, hidden // d, hidden // d // group)
+        Cell(
+            mode, dtype, d, causal, s, tokens // s, hidden // d, hidden // d // group,
+            head_dim_v=head_dim_v,
+        )
         for mode in modes
         for d in head_dims
         for causal in causals
         for s in seqlens
-    ]
+    ]  # fmt: skip
 
 
 # (name, batch, query heads, key/value heads, head_dim, mask, queries, keys)

@@ -15,8 +15,8 @@ INPUTS = {"fwd": ("q", "k", "v"), "bwd": ("q", "k", "v", "out", "lse", "dout")}
 class RowCall:
     """Calling it launches the row once, on the stream that was current when it was made.
 
-    ``tensors`` holds inputs and results by name, all contiguous: q, out, dout, dq (b, sq, hq, d); k, v, dk, dv
-    (b, sk, hk, d); lse (b, hq, sq) float32.
+    ``tensors`` holds inputs and results by name, all contiguous: q, dq (b, sq, hq, d); out, dout (b, sq, hq, dv); k, dk
+    (b, sk, hk, d); v, dv (b, sk, hk, dv); lse (b, hq, sq) float32.
     """
 
     library: Library
@@ -44,7 +44,8 @@ def make_results(mode: str, q, k, v) -> dict[str, torch.Tensor]:
         return {name: torch.empty_like(x) for name, x in zip(RESULTS[mode], (q, k, v), strict=True)}
     batch, seqlen_q, heads_q, _ = q.shape
     lse = torch.empty((batch, heads_q, seqlen_q), dtype=torch.float32, device=q.device)
-    return {"out": torch.empty_like(q), "lse": lse}
+    out = torch.empty((batch, seqlen_q, heads_q, v.shape[-1]), dtype=q.dtype, device=q.device)
+    return {"out": out, "lse": lse}
 
 
 def prepare(
@@ -67,6 +68,7 @@ def prepare(
         num_heads_q=heads_q,
         num_heads_kv=k.shape[2],
         head_dim=head_dim,
+        head_dim_v=v.shape[-1],
         num_sms=torch.cuda.get_device_properties(q.device).multi_processor_count if cuda else 1,
         deterministic=deterministic,
         softmax_scale=head_dim**-0.5,

@@ -29,7 +29,7 @@ LSE_BOUND = 1e-4
 
 @dataclass(frozen=True)
 class Shape:
-    """One problem; its head_dim is the row's, less ``narrower`` (a multiple of 8)."""
+    """One problem; its head_dims are the row's, less ``narrower`` (a multiple of 8)."""
 
     batch: int
     seqlen_q: int
@@ -75,10 +75,15 @@ def make_problem(row: Row, shape: Shape, device: torch.device) -> tuple[dict, di
     The backward gets out and lse from float64 too, so that a row is judged alone.
     """
     generator = torch.Generator(device).manual_seed(0)
-    head_dim = row.head_dim - shape.narrower
-    queries = (shape.batch, shape.seqlen_q, shape.heads_q, head_dim)
-    keys = (shape.batch, shape.seqlen_k, shape.heads_kv, head_dim)
-    sizes = {"q": queries, "k": keys, "v": keys, "dout": queries}
+    head_dim, head_dim_v = row.head_dim - shape.narrower, row.head_dim_v - shape.narrower
+    queries = (shape.batch, shape.seqlen_q, shape.heads_q)
+    keys = (shape.batch, shape.seqlen_k, shape.heads_kv)
+    sizes = {
+        "q": (*queries, head_dim),
+        "k": (*keys, head_dim),
+        "v": (*keys, head_dim_v),
+        "dout": (*queries, head_dim_v),
+    }
     values = {
         name: torch.randn(size, generator=generator, device=device).to(DTYPES[row.dtype])
         for name, size in sizes.items()

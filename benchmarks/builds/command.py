@@ -157,7 +157,7 @@ def main(args: Namespace, device: torch.device) -> int:
         builds = find_builds(args.folders, args.tree)
         cells = grid(
             MODES[args.mode], args.dtype, args.head_dims, args.seqlens, MASKS[args.causal],
-            args.tokens, args.hidden, args.group,
+            args.tokens, args.hidden, args.group, args.head_dim_v,
         )  # fmt: skip
         peers = find_peers(args.peers, device)
         targets = compare.load_targets(args.compare) if args.compare else None

@@ -15,7 +15,7 @@ from build_tools import flags, kernels, plan, toolchain
 
 PASSES = ("fwd", "bwd")  # by the numbers of Flash3Pass
 DTYPES = {"f16": "fp16", "bf16": "bf16"}  # the table's word -> the benchmarks'
-INTERFACE = 1  # kInterface of shim.cpp
+INTERFACE = 2  # kInterface of shim.cpp
 SHIM = Path("benchmarks") / "builds" / "shim.cpp"
 # Every other name stays inside: dlopen would otherwise share the inline variables of two builds (STB_GNU_UNIQUE).
 EXPORTS = "{ global: flash3_builds_*; local: *; };\n"
@@ -30,7 +30,7 @@ class RowInfo(Structure):
 
     _fields_ = [
         *[(name, c_char_p) for name in ("name", "dtype", "mask", "why")],
-        *[(name, c_int) for name in ("head_dim", "tile_m", "tile_n")],
+        *[(name, c_int) for name in ("head_dim", "head_dim_v", "tile_m", "tile_n")],
     ]
 
 
@@ -39,7 +39,8 @@ class Call(Structure):
 
     _fields_ = [
         *[(name, c_int) for name in ("row", "batch", "seqlen_q", "seqlen_k", "num_heads_q")],
-        *[(name, c_int) for name in ("num_heads_kv", "head_dim", "num_sms", "deterministic")],
+        *[(name, c_int) for name in ("num_heads_kv", "head_dim", "head_dim_v")],
+        *[(name, c_int) for name in ("num_sms", "deterministic")],
         ("softmax_scale", c_float),
         *[(name, c_void_p) for name in ("q", "k", "v", "out", "lse", "dout", "dq", "dk", "dv")],
         *[(name, c_void_p) for name in ("workspace", "stream")],
@@ -54,7 +55,8 @@ class Row:
     index: int
     name: str
     dtype: str
-    head_dim: int
+    head_dim: int  # of q and k
+    head_dim_v: int
     causal: bool
     tile: str  # "128x176"
     why: str
@@ -195,6 +197,7 @@ class Library:
             name=info.name.decode(),
             dtype=DTYPES[info.dtype.decode()],
             head_dim=info.head_dim,
+            head_dim_v=info.head_dim_v,
             causal=info.mask == b"causal",
             tile=f"{info.tile_m}x{info.tile_n}",
             why=info.why.decode(),

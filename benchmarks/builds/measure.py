@@ -24,7 +24,7 @@ Rows = dict[str, tuple[Library, Row]]  # by the name in reports
 
 
 def rows_for(cell: Cell, libraries: Sequence[Library], wrong: Collection[str]) -> Rows:
-    """The rows to time on a cell: of each build those of the least head_dim that holds the cell's, less the wrong."""
+    """The rows to time on a cell: of each build the smallest that hold the cell's head_dims, less the wrong."""
     found = {}
     for library in libraries:
         rows = [
@@ -32,9 +32,11 @@ def rows_for(cell: Cell, libraries: Sequence[Library], wrong: Collection[str]) -
             for row in library.rows
             if (row.mode, row.dtype, row.causal) == (cell.mode, cell.dtype, cell.causal)
             and row.head_dim >= cell.head_dim
+            and row.head_dim_v >= cell.values_dim
         ]
-        least = min((row.head_dim for row in rows), default=None)
-        found |= {library.name(row): (library, row) for row in rows if row.head_dim == least}
+        sizes = {row.name: (row.head_dim, row.head_dim_v) for row in rows}
+        least = min(sizes.values(), default=None)
+        found |= {library.name(row): (library, row) for row in rows if sizes[row.name] == least}
     return {name: value for name, value in found.items() if name not in wrong}
 
 

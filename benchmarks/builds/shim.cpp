@@ -20,15 +20,16 @@ enum class Flash3Pass : int { kForward, kBackward };
 
 struct Flash3Row {
   char const *name, *dtype, *mask, *why;
-  int head_dim;
+  int head_dim, head_dim_v;
   int tile_m, tile_n;
 };
 
-// One call of a row. Tensors are contiguous: q, out, dout, dq (b, sq, hq, d); k, v, dk, dv
-// (b, sk, hk, d); lse (b, hq, sq) fp32. The forward reads no pointer after lse but the workspace.
+// One call of a row. Tensors are contiguous: q, dq (b, sq, hq, d); out, dout (b, sq, hq, dv); k, dk
+// (b, sk, hk, d); v, dv (b, sk, hk, dv); lse (b, hq, sq) fp32. The forward reads no pointer after
+// lse but the workspace.
 struct Flash3Call {
   int row;
-  int batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim;
+  int batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim, head_dim_v;
   int num_sms;
   int deterministic;
   float softmax_scale;
@@ -42,7 +43,7 @@ struct Flash3Call {
 namespace flash3 {
 namespace {
 
-constexpr int kInterface = 1;
+constexpr int kInterface = 2;
 
 // What find_fwd and find_bwd answer: the row of the call that is being planned.
 FwdEntry const* fwd_row = nullptr;
@@ -66,15 +67,20 @@ Flash3Row describe(Entry const& row) {
           .mask = word(row.key.mask),
           .why = row.why,
           .head_dim = row.key.head_dim,
+          .head_dim_v = row.key.head_dim_v,
           .tile_m = row.tile.m,
           .tile_n = row.tile.n};
 }
 
 Problem make_problem(Flash3Call const& call, KernelKey const& key) {
-  if (call.head_dim > key.head_dim) {
-    throw std::invalid_argument("a row of head_dim " + std::to_string(key.head_dim) +
-                                " cannot serve head_dim " + std::to_string(call.head_dim));
-  }
+  auto const check = [](char const* what, int row, int asked) {
+    if (asked > row) {
+      throw std::invalid_argument("a row of " + std::string(what) + " " + std::to_string(row) +
+                                  " cannot serve " + what + " " + std::to_string(asked));
+    }
+  };
+  check("head_dim", key.head_dim, call.head_dim);
+  check("head_dim_v", key.head_dim_v, call.head_dim_v);
   return {.dtype = key.dtype,
           .mask = key.mask,
           .batch = call.batch,
@@ -83,7 +89,7 @@ Problem make_problem(Flash3Call const& call, KernelKey const& key) {
           .num_heads_q = call.num_heads_q,
           .num_heads_kv = call.num_heads_kv,
           .head_dim = call.head_dim,
-          .head_dim_v = call.head_dim,
+          .head_dim_v = call.head_dim_v,
           .softmax_scale = call.softmax_scale};
 }
 
@@ -99,6 +105,12 @@ struct Views {
   }
   TensorView key(void* ptr) const {
     return view(ptr, call.seqlen_k, call.num_heads_kv, call.head_dim);
+  }
+  TensorView value(void* ptr) const {
+    return view(ptr, call.seqlen_k, call.num_heads_kv, call.head_dim_v);
+  }
+  TensorView output(void* ptr) const {
+    return view(ptr, call.seqlen_q, call.num_heads_q, call.head_dim_v);
   }
 };
 
@@ -120,8 +132,8 @@ void launch_forward(Flash3Call const& call) {
       {.problem = make_problem(call, plan.row->key),
        .q = views.query(call.q),
        .k = views.key(call.k),
-       .v = views.key(call.v),
-       .o = views.query(call.out),
+       .v = views.value(call.v),
+       .o = views.output(call.out),
        .lse = static_cast<float*>(call.lse),
        .tile_counter = plan.workspace_bytes > 0 ? static_cast<int*>(call.workspace) : nullptr,
        .grid = plan.grid},
@@ -136,12 +148,12 @@ void launch_backward(Flash3Call const& call) {
       {.problem = make_problem(call, plan.row->key),
        .q = views.query(call.q),
        .k = views.key(call.k),
-       .v = views.key(call.v),
-       .o = views.query(call.out),
-       .d_o = views.query(call.dout),
+       .v = views.value(call.v),
+       .o = views.output(call.out),
+       .d_o = views.output(call.dout),
        .dq = views.query(call.dq),
        .dk = views.key(call.dk),
-       .dv = views.key(call.dv),
+       .dv = views.value(call.dv),
        .lse = static_cast<float const*>(call.lse),
        .grid = plan.grid,
        .cluster_size = plan.cluster_size,

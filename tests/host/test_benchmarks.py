@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,20 @@ def test_flop_count_is_the_papers(mode, causal, expected):
 def test_tflops_from_milliseconds():
     cell = Cell("fwd", "bf16", 128, False, 16384, 1, 16, 16)
     assert cell.tflops(2.199023255552) == pytest.approx(1000.0)
+
+
+def test_flops_of_another_head_dim_of_v():
+    (square,) = grid(("bwd",), head_dims=(64,), seqlens=(512,), causals=(False,), head_dim_v=64)
+    assert (
+        square.flops
+        == replace(square, head_dim_v=0).flops
+        == 2.5 * replace(square, mode="fwd").flops
+    )
+    pair = replace(square, head_dim=192, head_dim_v=128)
+    scores = pair.batch * pair.heads * 512 * 512
+    assert pair.flops == 2 * scores * (3 * 192 + 2 * 128)
+    assert replace(pair, mode="fwd", causal=True).flops == scores * (192 + 128)
+    assert str(pair) == "bwd bf16 d192 v128 full 512"
 
 
 def test_default_grid_is_the_targets_grid():

@@ -146,7 +146,7 @@ def test_workspace_is_what_the_plan_of_the_tree_says(libraries):
 @needs_compiler
 def test_errors_of_a_call_are_exceptions(libraries):
     forward, _ = libraries[0].rows
-    wide = replace(forward, head_dim=128)
+    wide = replace(forward, head_dim=128, head_dim_v=128)
     values, _ = check.make_problem(wide, check.Shape(1, 8, 8, 1, 1), CPU)
     with pytest.raises(RuntimeError, match="row of head_dim 64 cannot serve head_dim 128"):
         prepare(libraries[0], forward, values)
@@ -350,24 +350,24 @@ def test_report_has_speed_ratio_and_standing():
 
 
 def test_a_row_of_a_larger_head_dim_serves_a_cell_and_a_wrong_one_does_not():
-    def row(name, head_dim):
-        return library.Row("fwd", 0, name, "bf16", head_dim, False, "1x1", "")
+    def row(name, head_dim, v=None):
+        return library.Row("fwd", 0, name, "bf16", head_dim, v or head_dim, False, "1x1", "")
 
     class Loaded:
-        rows = (row("a64", 64), row("b64", 64), row("c128", 128))
+        rows = (row("a64", 64), row("b64", 64), row("c128", 128), row("d128", 192, 128))
 
         def name(self, row):
             return row.name
 
-    def names(head_dim, wrong=()):
-        return list(
-            measure.rows_for(Cell("fwd", "bf16", head_dim, False, 64, 1, 2, 2), [Loaded()], wrong)
-        )
+    def names(head_dim, wrong=(), v=0):
+        cell = Cell("fwd", "bf16", head_dim, False, 64, 1, 2, 2, head_dim_v=v)
+        return list(measure.rows_for(cell, [Loaded()], wrong))
 
     assert names(64) == names(40) == ["a64", "b64"]
     assert names(96) == ["c128"]
     assert names(64, {"a64"}) == ["b64"]
-    assert names(256) == []
+    assert names(64, v=72) == ["c128"] and names(192, v=128) == ["d128"]
+    assert names(192) == []
 
 
 def test_experiments_table_has_tiles_of_one_key(tmp_path):
