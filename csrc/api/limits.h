@@ -35,16 +35,17 @@ inline void check_limits(LimitArguments const& given) {
 }
 
 // A limit that nothing in the problem reaches is none. What is left without one, or with a causal
-// one alone, is served by the rows of full and of causal masks. The extents of a packed call are
-// those of all its sequences together, and no sequence has more.
+// one alone, is served by the rows of full and of causal masks. Not so of packed calls: which row a
+// sequence meets, and so its bits, must not depend on the others.
 inline void set_limits(Problem& problem, LimitArguments const& given) {
   int64_t const right = given.causal ? 0 : given.window_right;
   bool const causal = right == 0;
-  bool const left_reached = given.window_left >= 0 && given.window_left < problem.seqlen_k - 1;
-  bool const right_reached = right > 0 && right < problem.seqlen_q - 1;
+  bool const packed = problem.layout == SeqLayout::kPacked;
+  bool const left_reached =
+      given.window_left >= 0 && (packed || given.window_left < problem.seqlen_k - 1);
+  bool const right_reached = right > 0 && (packed || right < problem.seqlen_q - 1);
   // Queries that stand before key 0 have no chunk and so no keys.
-  bool const may_stand_before =
-      problem.layout == SeqLayout::kPacked || problem.seqlen_q > problem.seqlen_k;
+  bool const may_stand_before = packed || problem.seqlen_q > problem.seqlen_k;
   bool const chunked =
       given.attention_chunk > 0 && (given.attention_chunk < problem.seqlen_k || may_stand_before);
   problem.softcap = static_cast<float>(given.softcap);
@@ -52,13 +53,13 @@ inline void set_limits(Problem& problem, LimitArguments const& given) {
     problem.mask = causal ? MaskKind::kCausal : MaskKind::kFull;
     return;
   }
+  auto const as_int = [](int64_t limit) {
+    return static_cast<int>(std::min(limit, int64_t{Window::kUnbounded}));
+  };
   problem.mask = MaskKind::kLocal;
-  if (left_reached) problem.window.left = static_cast<int>(given.window_left);
-  if (right_reached || causal) problem.window.right = static_cast<int>(right);
-  if (chunked) {
-    int64_t const largest = Window::kUnbounded;
-    problem.window.chunk = static_cast<int>(std::min(given.attention_chunk, largest));
-  }
+  if (left_reached) problem.window.left = as_int(given.window_left);
+  if (right_reached || causal) problem.window.right = as_int(right);
+  if (chunked) problem.window.chunk = as_int(given.attention_chunk);
 }
 
 // One logit per query head, of q's dtype or fp32, as the kernels read it; `owner` must live until
