@@ -17,7 +17,7 @@ import sys
 import torch
 
 import flash3
-from flash3 import _C
+from flash3 import _C, fp8
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
 # What calls of each kind of row ask for: the mask, and sinks, which every forward row takes.
@@ -68,19 +68,37 @@ def call(dtype: torch.dtype, head_dims, mask: str, layout: str, shape, *, backwa
     return finite
 
 
+def float8(head_dim: int, mask: str, shape, promote_every: int) -> bool:
+    """The same of an e4m3 row: v as it is and as the quantiser lays it out."""
+    batch, seqlen_q, seqlen_k, heads_q, heads_kv = shape
+    q = torch.randn(batch, seqlen_q, heads_q, head_dim, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, batch, seqlen_k, heads_kv, head_dim, device="cuda", dtype=torch.bfloat16)
+    finite = True
+    for transpose_v, block in ((False, 64), (True, 128)):
+        stored = fp8.quantize_qkv(q, k, v, hadamard=False, block=block, transpose_v=transpose_v)
+        out = fp8.attention(stored, promote_every=promote_every, **ARGUMENTS[mask])
+        finite &= bool(out.isfinite().all())
+    return finite
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", default="", help="only rows whose name holds this text")
     rows = [row for row in _C.variants() if parser.parse_args().rows in row["name"]]
-    words = ("pass", "dtype", "head_dim", "head_dim_v", "mask", "layout")
+    words = ("pass", "dtype", "head_dim", "head_dim_v", "mask", "layout", "tile")
     keys = [[row[key] for key in words] for row in rows]
     bad = 0
-    for pass_name, dtype, head_dim, head_dim_v, mask, layout in keys:
+    for pass_name, dtype, head_dim, head_dim_v, mask, layout, tile in keys:
         # The row's own head_dims, and some that TMA pads up to them.
-        for narrower, shape in itertools.product((0, 24), SHAPES):
+        padding = 32 if pass_name == "fp8" else 24
+        for narrower, shape in itertools.product((0, padding), SHAPES):
             d = head_dim - narrower, head_dim_v - narrower
             try:
-                finite = call(DTYPES[dtype], d, mask, layout, shape, backward=pass_name == "bwd")
+                if pass_name == "fp8":
+                    finite = float8(d[0], mask, shape, int(tile["two_level"]))
+                else:
+                    backward = pass_name == "bwd"
+                    finite = call(DTYPES[dtype], d, mask, layout, shape, backward=backward)
             except RuntimeError as error:
                 if "this build has no" not in str(error):
                     raise
