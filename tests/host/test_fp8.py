@@ -266,3 +266,23 @@ def test_packed_heads():
     packed = torch.cat([bytes_of(x) for x in (q, k, v)], 2).view(E4M3)
     out = flash3.flash_attn_qkvpacked_func(packed, num_heads_q=4, q_descale=0.5)
     assert torch.equal(out, flash3.flash_attn_func(q, k, v, q_descale=0.5))
+
+
+def with_outliers(seqlen, head_dim):
+    x = torch.randn(1, seqlen, 2, head_dim)
+    return (x + 10 * torch.randn_like(x) * (torch.rand_like(x) < 0.001)).bfloat16()
+
+
+def test_hadamard_transform_halves_the_error_of_outliers():
+    """The paper's experiment, small: entries N(0, 1) + N(0, 100) * Bernoulli(0.001)."""
+    q, k, v = with_outliers(256, 128), with_outliers(2048, 128), with_outliers(2048, 128)
+    right, _ = exact(q, k, v, False)
+    errors = {}
+    for granularity in ("tensor", "block"):
+        for hadamard in (False, True):
+            x = fp8.quantize_qkv(q, k, v, granularity=granularity, hadamard=hadamard)
+            difference = fp8.attention(x).double() - right
+            errors[granularity, hadamard] = difference.square().mean().sqrt().item()
+    assert errors["block", True] < 1.05e-2
+    assert errors["block", True] < 0.7 * errors["tensor", False]
+    assert errors["tensor", True] < 0.7 * errors["tensor", False]
