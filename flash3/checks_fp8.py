@@ -11,6 +11,8 @@ from torch import Tensor
 from flash3 import checks, checks_options
 from flash3.reference_fp8 import BLOCK, E4M3, HEAD, TENSOR
 
+TWO_LEVEL_HEAD_DIM = 128  # above there are no registers for a second accumulator
+
 HEAD_DIM_STEP = 16
 BLOCKS = (64, 128)
 GRANULARITIES = {"block": BLOCK, "head": HEAD, "tensor": TENSOR}
@@ -126,8 +128,12 @@ def check_seed(seed: int) -> None:
     check_integer("seed", seed, -(2**63), 2**63 - 1)
 
 
-def check_promote_every(steps: int) -> None:
-    check_integer("promote_every", steps, 0, 2**31 - 1)
+def check_promote_every(steps: int, head_dim: int) -> None:
+    check_integer("promote_every", steps, 0, 1)
+    if steps and head_dim > TWO_LEVEL_HEAD_DIM:
+        raise NotImplementedError(
+            f"promote_every: must be 0 for head_dim above {TWO_LEVEL_HEAD_DIM}, got {steps} for head_dim {head_dim}"
+        )
 
 
 def check_block(block: int) -> None:

@@ -114,7 +114,8 @@ def attention(
     Args:
         softmax_scale, causal, return_lse: as in ``flash_attn_func``.
         out_dtype: bfloat16, which None is, or float16.
-        promote_every: add the tensor cores' sums of P V up in float32 every so many key steps; 0 is never.
+        promote_every: 1, for head_dim up to 128, adds the tensor cores' sums of P V up in float32 after every step of
+            keys, which is more exact for long rows and slower; 0 is never.
 
     Returns:
         out, or (out, lse): as ``flash_attn_func``.
@@ -125,7 +126,7 @@ def attention(
     checks.check_flags(causal, False)
     scale = _softmax_scale(softmax_scale, x.q.shape[3])
     out_dtype = checks_fp8.check_out_dtype(out_dtype)
-    checks_fp8.check_promote_every(promote_every)
+    checks_fp8.check_promote_every(promote_every, x.q.shape[3])
     descales = x.q_descale, x.k_descale, x.v_descale
     block = x.block
     if x.granularity != "block":
@@ -181,7 +182,7 @@ def flash_attn_fp8_func(
     checks_fp8.check_flag("recompute", recompute)
     checks_fp8.check_block(block)
     checks_fp8.check_seed(seed)
-    checks_fp8.check_promote_every(promote_every)
+    checks_fp8.check_promote_every(promote_every, head_dim)
     scale = _softmax_scale(softmax_scale, head_dim)
     out, lse = autograd_fp8.fp8_attention(
         q, k, v, scale, causal, deterministic, block, hadamard, seed, promote_every, recompute

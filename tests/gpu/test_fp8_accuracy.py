@@ -96,7 +96,7 @@ def test_outlier_channels(head_dim, granularity, hadamard):
         assert error <= 0.06 * right.square().mean().sqrt().item()
 
 
-@pytest.mark.parametrize("promote_every", [0, 1, 4])
+@pytest.mark.parametrize("promote_every", [0, 1])
 def test_error_grows_slowly_with_the_number_of_keys(promote_every):
     """Relative to the output's size, which falls with the number of keys."""
     relative = []

@@ -200,6 +200,7 @@ def test_quantize_qkv_arguments(name, value, error):
     "name, value, error",
     [
         ("promote_every", -1, ValueError),
+        ("promote_every", 2, ValueError),
         ("promote_every", 1.5, TypeError),
         ("softmax_scale", 0.0, ValueError),
         ("softmax_scale", "1", TypeError),
@@ -210,6 +211,20 @@ def test_attention_arguments(name, value, error):
     quantized = [fp8.quantize_qkv(*half())]
     assert_raises(error, name, inputs=quantized, function=fp8.attention, **{name: value})
     assert_raises(error, name, inputs=half(), function=flash3.flash_attn_fp8_func, **{name: value})
+
+
+def test_two_level_sums_are_for_head_dims_up_to_128():
+    parts = "promote_every:", "128", "144"
+    inputs = half((*SHAPE[:3], 144), (*KEYS[:3], 144))
+    function = flash3.flash_attn_fp8_func
+    assert_raises(
+        NotImplementedError,
+        *parts,
+        inputs=inputs,
+        function=function,
+        hadamard=False,
+        promote_every=1,
+    )
 
 
 def test_other_arguments_of_flash_attn_fp8_func():
