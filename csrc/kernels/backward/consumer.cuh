@@ -23,6 +23,7 @@ struct BwdConsumer {
   using T = BwdTraits<Row>;
   using Element = typename T::Element;
   using KeyTile = typename BwdArgs<Row>::KeyTile;
+  using TileArg = std::conditional_t<T::kPacked, KeyTile const&, KeyTile>;
   using Lengths = typename T::Sequences::Lengths;
 
   BwdArgs<Row> const& args;
@@ -33,7 +34,7 @@ struct BwdConsumer {
   using DoRing = Ring<T::kDoSlots>;
 
   CUTLASS_DEVICE void run() {
-    KeyTile const tile = args.tile();
+    TileArg tile = own_tile();
     BlockRange const blocks = args.mask(T::Sequences::lengths(tile.batch))
                                   .template query_blocks<T::kM, T::kN>(tile.n_block * T::kN);
     // ((2, 2, columns / 8), 1, 1) fp32 each
@@ -47,12 +48,19 @@ struct BwdConsumer {
       smem.kv_ring.wait_full({});
       accumulate(tile, blocks, mma_dk, dk, mma_dv, dv);
     }
-    // A packed tile is read again: it would take registers in the loop.
-    write_output(T::kPacked ? args.tile() : tile, dk, dv);
+    write_output(tile, dk, dv);
   }
 
  private:
   using QueryBlock = QueryBlockOf<Row::key.mask>;
+
+  CUTLASS_DEVICE TileArg own_tile() const {
+    if constexpr (T::kPacked) {
+      return smem.tile;
+    } else {
+      return args.tile();
+    }
+  }
 
   CUTLASS_DEVICE int consumer_thread() const { return threadIdx.x - kThreadsPerWarpgroup; }
 
@@ -68,7 +76,7 @@ struct BwdConsumer {
   //   dQ(j)  S(j + 1)       -- dV(j), dQ(j) done --
   //   dK(j)  dP(j + 1)      dQ(j) to global memory, then P(j + 1) from S(j + 1)
   template <class Dk, class Dv>
-  CUTLASS_DEVICE void accumulate(KeyTile tile, BlockRange blocks, typename T::MmaDk& mma_dk, Dk& dk,
+  CUTLASS_DEVICE void accumulate(TileArg tile, BlockRange blocks, typename T::MmaDk& mma_dk, Dk& dk,
                                  typename T::MmaDv& mma_dv, Dv& dv) {
     typename T::MmaScores mma_scores;
     typename T::MmaDq mma_dq;
@@ -211,7 +219,7 @@ struct BwdConsumer {
 
   // P^T from S^T, in place. Columns are queries, whose statistics all rows share.
   template <class Fragment>
-  CUTLASS_DEVICE void to_probabilities(Fragment& s, KeyTile tile, QueryBlock at, int slot) const {
+  CUTLASS_DEVICE void to_probabilities(Fragment& s, TileArg tile, QueryBlock at, int slot) const {
     auto scores = rows_and_columns(s);
     Lengths const lengths = T::Sequences::lengths(tile.batch);
     cap_scores(scores);
@@ -274,7 +282,7 @@ struct BwdConsumer {
   }
 
   template <class Fragment>
-  CUTLASS_DEVICE void add_dq(KeyTile tile, QueryBlock at, Fragment const& dq) {
+  CUTLASS_DEVICE void add_dq(TileArg tile, QueryBlock at, Fragment const& dq) {
     int64_t const row = args.head_row(tile.batch, at.head) + int64_t(at.m_block) * T::kM;
     float* const block_sum = args.dq_accum + row * T::kHeadDim;
     bool holds_queries = true;

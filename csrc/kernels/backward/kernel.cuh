@@ -17,6 +17,7 @@ __global__ void __launch_bounds__(BwdTraits<Row>::kThreads, 1)
   if (args.no_tile()) return;  // all CTAs of a cluster
   if (threadIdx.x == 0) {
     smem.init_barriers();
+    if constexpr (BwdTraits<Row>::kPacked) smem.tile = args.tile();
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();

@@ -1,7 +1,7 @@
 // The backward kernel's shared memory.
 #pragma once
 
-#include "backward/traits.cuh"
+#include "backward/args.cuh"
 #include "common/ring.cuh"
 
 namespace flash3 {
@@ -21,6 +21,10 @@ struct BwdSmem {
   Ring<1> kv_ring;
   Ring<T::kQSlots> q_ring;    // Q and lse_log2
   Ring<T::kDoSlots> do_ring;  // dO and dpsum
+  // The CTA's own, of a packed row: read where it is needed, it takes no registers.
+  struct Nothing {};
+  [[no_unique_address]] std::conditional_t<T::kPacked, typename BwdArgs<Row>::KeyTile, Nothing>
+      tile;
 
   CUTLASS_DEVICE void init_barriers() {
     kv_ring.init(T::kConsumerWarps);
