@@ -112,8 +112,8 @@ std::tuple<Tensor, Tensor> fp8_forward(
     return {std::move(out), std::move(lse)};
   }
 
-  Problem problem =
-      make_problem(shape, q.dtype, softmax_scale, causal ? MaskKind::kCausal : MaskKind::kFull);
+  Problem problem = make_problem(shape, q.dtype, softmax_scale);
+  problem.mask = causal ? MaskKind::kCausal : MaskKind::kFull;
   problem.dtype = DType::kE4M3;
   problem.two_level = promote_every == 1;
   FwdPlan const plan = plan_fwd(problem, device.num_sms);

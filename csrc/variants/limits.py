@@ -26,7 +26,7 @@ DS_STAGES = 2  # slots for dS, kDsSlots of backward/traits.cuh
 
 # Registers of a consumer thread after setmaxnreg, by consumer warpgroups: kRegisters of the traits.cuh.
 CONSUMER_REGISTERS = {Fwd: {1: 232, 2: 232, 3: 160}, Bwd: {1: 240, 2: 240, 3: 160}}
-FP8_CONSUMER_REGISTERS = {2: 232, 3: 152}  # their producer warpgroups also transpose V
+FP8_CONSUMER_REGISTERS = {2: 224, 3: 152}  # their producer warpgroups also transpose V
 # Row statistics, addresses, barrier phases: what a mainloop keeps beside its accumulators.
 OTHER_REGISTERS = 24
 

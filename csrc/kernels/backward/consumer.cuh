@@ -23,7 +23,7 @@ struct BwdConsumer {
   using T = BwdTraits<Row>;
   using Element = typename T::Element;
   using KeyTile = typename BwdArgs<Row>::KeyTile;
-  using TileArg = std::conditional_t<T::kPacked, KeyTile const&, KeyTile>;
+  using TileArg = typename BwdSmem<Row>::TileArg;
   using Lengths = typename T::Sequences::Lengths;
 
   BwdArgs<Row> const& args;
@@ -34,7 +34,7 @@ struct BwdConsumer {
   using DoRing = Ring<T::kDoSlots>;
 
   CUTLASS_DEVICE void run() {
-    TileArg tile = own_tile();
+    TileArg tile = smem.own_tile(args);
     BlockRange const blocks = args.mask(T::Sequences::lengths(tile.batch))
                                   .template query_blocks<T::kM, T::kN>(tile.n_block * T::kN);
     // ((2, 2, columns / 8), 1, 1) fp32 each
@@ -53,14 +53,6 @@ struct BwdConsumer {
 
  private:
   using QueryBlock = QueryBlockOf<Row::key.mask>;
-
-  CUTLASS_DEVICE TileArg own_tile() const {
-    if constexpr (T::kPacked) {
-      return smem.tile;
-    } else {
-      return args.tile();
-    }
-  }
 
   CUTLASS_DEVICE int consumer_thread() const { return threadIdx.x - kThreadsPerWarpgroup; }
 

@@ -12,6 +12,7 @@
 
 #include "backward/args.cuh"
 #include "backward/dq_accumulate.cuh"
+#include "backward/smem.cuh"
 
 namespace flash3 {
 
@@ -20,9 +21,10 @@ struct BwdDqTurns {
   using T = BwdTraits<Row>;
 
   BwdArgs<Row> const& args;
+  BwdSmem<Row> const& smem;
 
   CUTLASS_DEVICE void await_turns() {
-    auto const tile = args.tile();
+    typename BwdSmem<Row>::TileArg tile = smem.own_tile(args);
     for_each_step([&](int const* turn, int m_block) {
       int const key_blocks_before =
           tile.n_block - args.first_n_block(T::Sequences::lengths(tile.batch), m_block);
@@ -61,7 +63,7 @@ struct BwdDqTurns {
   // have) and the query block.
   template <class Work>
   CUTLASS_DEVICE void for_each_step(Work work) {
-    auto const tile = args.tile();
+    typename BwdSmem<Row>::TileArg tile = smem.own_tile(args);
     BlockRange const blocks = args.mask(T::Sequences::lengths(tile.batch))
                                   .template query_blocks<T::kM, T::kN>(tile.n_block * T::kN);
     if (blocks.begin >= blocks.end) return;

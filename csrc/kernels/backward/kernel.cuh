@@ -28,8 +28,8 @@ __global__ void __launch_bounds__(BwdTraits<Row>::kThreads, 1)
     int const warp = threadIdx.x / kThreadsPerWarp;
     if (threadIdx.x == 0) BwdProducer<Row>{args, smem}.run();
     if (args.dq_turn != nullptr) {
-      if (warp == 1) BwdDqTurns<Row>{args}.await_turns();
-      if (warp == 2) BwdDqTurns<Row>{args}.pass_turns_on();
+      if (warp == 1) BwdDqTurns<Row>{args, smem}.await_turns();
+      if (warp == 2) BwdDqTurns<Row>{args, smem}.pass_turns_on();
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<kRegisters.consumer>();

@@ -9,7 +9,7 @@ namespace flash3 {
 template <class Row>
 struct BwdProducer {
   using T = BwdTraits<Row>;
-  using KeyTile = typename BwdArgs<Row>::KeyTile;
+  using TileArg = typename BwdSmem<Row>::TileArg;
   using Coord = decltype(TileCoord{0, 0, T::Sequences::rows_q({})});
 
   BwdArgs<Row> const& args;
@@ -18,7 +18,7 @@ struct BwdProducer {
   typename Ring<T::kDoSlots>::Cursor do_at;
 
   CUTLASS_DEVICE void run() {
-    KeyTile const tile = args.tile();
+    TileArg tile = smem.own_tile(args);
     BlockRange const blocks = args.mask(T::Sequences::lengths(tile.batch))
                                   .template query_blocks<T::kM, T::kN>(tile.n_block * T::kN);
     if (blocks.begin >= blocks.end) return;  // no query sees these keys
@@ -33,7 +33,7 @@ struct BwdProducer {
   }
 
  private:
-  CUTLASS_DEVICE void load_kv(KeyTile tile) {
+  CUTLASS_DEVICE void load_kv(TileArg tile) {
     Ring<1>::Cursor const at;
     TileCoord const coord{tile.n_block * T::kN, tile.kv_head, T::Sequences::rows_k(tile.batch)};
     smem.kv_ring.expect_bytes(at, T::kKBytes + T::kVBytes);
@@ -43,7 +43,7 @@ struct BwdProducer {
                                                 CacheHint::kEvictFirst);
   }
 
-  CUTLASS_DEVICE void load_q(KeyTile tile, Coord coord) {
+  CUTLASS_DEVICE void load_q(TileArg tile, Coord coord) {
     smem.q_ring.wait_empty(q_at);
     smem.q_ring.expect_bytes(q_at, T::kQBytes + T::kRowStatBytes);
     tma_load_tile<T::kM, T::kHeadDim, T::kBox>(args.q, smem.q_ring.full(q_at), smem.q[q_at.slot],
@@ -54,7 +54,7 @@ struct BwdProducer {
     q_at.advance();
   }
 
-  CUTLASS_DEVICE void load_do(KeyTile tile, Coord coord) {
+  CUTLASS_DEVICE void load_do(TileArg tile, Coord coord) {
     smem.do_ring.wait_empty(do_at);
     smem.do_ring.expect_bytes(do_at, T::kDoBytes + T::kRowStatBytes);
     tma_load_tile<T::kM, T::kHeadDimV, T::kBox>(args.d_o, smem.do_ring.full(do_at),

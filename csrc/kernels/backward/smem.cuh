@@ -21,10 +21,19 @@ struct BwdSmem {
   Ring<1> kv_ring;
   Ring<T::kQSlots> q_ring;    // Q and lse_log2
   Ring<T::kDoSlots> do_ring;  // dO and dpsum
-  // The CTA's own, of a packed row: read where it is needed, it takes no registers.
+  // The CTA's tile, if the row is packed: read where it is needed, it takes no registers.
+  using KeyTile = typename BwdArgs<Row>::KeyTile;
+  using TileArg = std::conditional_t<T::kPacked, KeyTile const&, KeyTile>;
   struct Nothing {};
-  [[no_unique_address]] std::conditional_t<T::kPacked, typename BwdArgs<Row>::KeyTile, Nothing>
-      tile;
+  [[no_unique_address]] std::conditional_t<T::kPacked, KeyTile, Nothing> tile;
+
+  CUTLASS_DEVICE TileArg own_tile(BwdArgs<Row> const& args) const {
+    if constexpr (T::kPacked) {
+      return tile;
+    } else {
+      return args.tile();
+    }
+  }
 
   CUTLASS_DEVICE void init_barriers() {
     kv_ring.init(T::kConsumerWarps);

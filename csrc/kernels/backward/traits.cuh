@@ -24,7 +24,8 @@ struct BwdTraits {
   static constexpr int kConsumerWarps = kMmaWarpgroups * kWarpsPerWarpgroup;
   static constexpr int kConsumerThreads = kMmaWarpgroups * kThreadsPerWarpgroup;
   static constexpr int kThreads = kConsumerThreads + kThreadsPerWarpgroup;
-  static constexpr RegisterBudget kRegisters = {32, 240};
+  static constexpr RegisterBudget kRegisters = {24, 240};
+  static_assert(fits_launch(kRegisters, kMmaWarpgroups));
   static_assert(kMmaWarpgroups == 2, "the register budget is for two consumer warpgroups");
   // With 64 keys a warpgroup has all of them, and the two divide what else there is: the queries of
   // the scores, the columns of the gradients. At head_dim 256 a warpgroup could not hold dK and dV

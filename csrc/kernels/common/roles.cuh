@@ -10,11 +10,18 @@ namespace flash3 {
 
 enum class Role { kProducer, kConsumer };
 
-// Registers per thread after setmaxnreg. The sum over warpgroups of 128 * registers must fit the
-// SM's 65,536.
+// Registers per thread after setmaxnreg.
 struct RegisterBudget {
   int producer, consumer;
 };
+
+// Warpgroups can only take what the CTA was launched with: the SM's registers divided among its
+// threads and rounded down to a multiple of 8. A budget above that is a wait without end.
+constexpr bool fits_launch(RegisterBudget budget, int consumers) {
+  int const warpgroups = consumers + 1;
+  int const at_launch = 65536 / (warpgroups * kThreadsPerWarpgroup) / 8 * 8;
+  return budget.producer + consumers * budget.consumer <= warpgroups * at_launch;
+}
 
 // Warpgroup 0 loads, the others compute. The shuffle, which whole warps must reach, tells the
 // compiler that the answer is the same across the warp.

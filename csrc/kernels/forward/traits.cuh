@@ -28,6 +28,7 @@ struct FwdTraits {
   // more than 24.
   static constexpr RegisterBudget kRegisters =
       kMmaWarpgroups == 3 ? RegisterBudget{32, 160} : RegisterBudget{40, 232};
+  static_assert(fits_launch(kRegisters, kMmaWarpgroups));
   // Of the next packed tile, before this one is loaded to the end: with 32 registers the producer
   // would spill.
   static constexpr bool kPublishesAhead =
