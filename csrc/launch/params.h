@@ -49,8 +49,8 @@ struct Problem {
   int head_dim_v = 0;  // of v and out
   float softmax_scale = 0.f;
   bool two_level = false;  // e4m3: see FwdTile
-  Window window;        // of kLocal
-  float softcap = 0.f;  // of kLocal, if above 0: score s counts as softcap * tanh(s / softcap)
+  Window window;           // of kLocal
+  float softcap = 0.f;     // of kLocal, if above 0: score s counts as softcap * tanh(s / softcap)
 };
 
 // Where the sequences of a packed call lie, on the device. Sequence b has the slot of rows

@@ -48,7 +48,8 @@ def test_the_build_holds_rows_of_the_table_as_the_table_has_them():
         assert row["why"] == source.why
 
 
-@pytest.mark.parametrize("name", ROWS)
+# plan() knows no float8: which of its rows serves a call, tests/gpu/test_fp8.py sees.
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row["pass"] != "fp8"])
 def test_a_row_serves_its_own_key(name):
     row = ROWS[name]
     assert plan(key_of(row), row["head_dim"], head_dim_v=row["head_dim_v"])["row"] == name
