@@ -65,7 +65,7 @@ def check_dense(
     arguments = {**arguments, "causal": case.causal, "backward": not missing}
     result = run_flash3(inputs, deterministic=deterministic, **arguments)
     by_formula = [run(inputs, **arguments) for run in (run_float64, run_same_dtype)]
-    assert_as_accurate(result, *by_formula, inputs)
+    assert_as_accurate(result, *by_formula, inputs, arguments.get("learnable_sink"))
     if missing:
         pytest.skip("not built: backward row; the forward passed")
     return result
@@ -80,7 +80,7 @@ def check_packed(
     arguments = {**arguments, "causal": batch.causal, "backward": not missing}
     result = packed.run(deterministic=deterministic, **arguments)
     by_formula = [packed.by_formula(kind, **arguments) for kind in (torch.float64, dtype)]
-    assert_as_accurate(result, *by_formula, packed)
+    assert_as_accurate(result, *by_formula, packed, arguments.get("learnable_sink"))
     if missing:
         pytest.skip("not built: backward row; the forward passed")
     return result

@@ -9,6 +9,10 @@ run may get exactly right by luck (one key, a gradient that is zero):
 - lse: LSE_FLOOR * (1 + its largest element), float32 rounding of the scores and of the hardware's exp2 and log2.
 - dq, dk, dv, dsink: rounding of the result, and GRADIENT_NOISE * max |dout| * max |q, k, v|^2: dP - dPsum cancels
   where one key has all the weight, and leaves the float32 rounding of both.
+- with a sink, OUT_SIGMAS standard deviations of what the rounding of out to 16 bits does to dPsum = rowsum(dout * out),
+  which the backward reads from it: each row's share of it reaches dsink times the sink's weight, and dq and dk times
+  the keys'. The PyTorch computation never reads its rounded out, and where key and sink share one row its error can
+  be far smaller. Without a sink a row that has one key has out = v, which is exact.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ GRADIENTS = ("dq", "dk", "dv", "dsink")
 FACTOR = 2.0
 LSE_FLOOR = 1e-5
 GRADIENT_NOISE = 2e-6
+OUT_SIGMAS = 3.0
 
 
 def max_abs(x: Tensor | None) -> float:
@@ -32,22 +37,45 @@ def max_error(x: Tensor, right: Tensor) -> float:
     return max_abs(x.double() - right)
 
 
-def floors(right: Result, inputs: Inputs) -> dict[str, float]:
+def noise_of_rounded_out(right: Result, inputs: Inputs, sink: Tensor) -> dict[str, float]:
+    rounding = torch.finfo(inputs.q.dtype).eps / 2 / 3**0.5
+    dpsum = rounding * (inputs.dout.double() * right.out).norm(dim=-1)  # (..., sq, hq)
+    sink_weight = torch.exp(sink.double() - right.lse.mT)
+    of_keys = max_abs(dpsum * (1 - sink_weight)) * inputs.q.shape[-1] ** -0.5
+    of_sink = (dpsum * sink_weight).flatten(0, -2).norm(dim=0)
+    return {
+        "dq": OUT_SIGMAS * of_keys * max_abs(inputs.k),
+        "dk": OUT_SIGMAS * of_keys * max_abs(inputs.q),
+        "dsink": OUT_SIGMAS * max_abs(of_sink),
+    }
+
+
+def floors(right: Result, inputs: Inputs, sink: Tensor | None = None) -> dict[str, float]:
     half_ulp = torch.finfo(inputs.q.dtype).eps / 2
     gradient_reach = max(max_abs(inputs.dout), max_abs(inputs.dlse))
     input_reach = max(1.0, *(max_abs(x) for x in (inputs.q, inputs.k, inputs.v)))
     noise = GRADIENT_NOISE * gradient_reach * input_reach**2
     finite_lse = right.lse[right.lse.isfinite()]
+    of_out = {} if sink is None else noise_of_rounded_out(right, inputs, sink)
     return {
         "out": half_ulp * max_abs(right.out) + torch.finfo(torch.float32).eps,
         "lse": LSE_FLOOR * (1 + max_abs(finite_lse)),
-        **{name: half_ulp * max_abs(getattr(right, name)) + noise for name in GRADIENTS},
+        **{
+            name: half_ulp * max_abs(getattr(right, name)) + noise + of_out.get(name, 0.0)
+            for name in GRADIENTS
+        },
     }
 
 
-def assert_as_accurate(result: Result, right: Result, torch_result: Result, inputs: Inputs) -> None:
+def assert_as_accurate(
+    result: Result,
+    right: Result,
+    torch_result: Result,
+    inputs: Inputs,
+    sink: Tensor | None = None,
+) -> None:
     """Applies the rule to everything that `result` holds; `torch_result` may lack lse, which then counts as exact."""
-    floor = floors(right, inputs)
+    floor = floors(right, inputs, sink)
     for name in ("out", "lse", *GRADIENTS):
         x, expected, compared = (getattr(r, name) for r in (result, right, torch_result))
         if x is None:
