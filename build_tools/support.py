@@ -8,7 +8,6 @@ The checks of arguments are the same for tensors on a GPU, and nothing there dep
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -215,28 +214,17 @@ def together(*names: str) -> str:
     return found
 
 
-def largest_sets(faults: list[tuple[str, str]]) -> list[list[str]]:
-    """All features but one of each pair that does not work, in every way to choose."""
-    choices = itertools.product(*faults)
-    return [[name for name in FEATURES if name not in without] for without in choices]
-
-
 def combinations() -> str:
-    """Every pair, then everything that works in pairs at once."""
+    """Every pair, then everything at once."""
     names = list(FEATURES)
-    lines, faults = [], []
-    for i, row in enumerate(names[1:], 1):
-        verdicts = [together(row, column) for column in names[:i]]
-        faults += [(row, c) for c, found in zip(names, verdicts, strict=False) if found != YES]
-        lines.append([row, *verdicts, *[""] * (len(names) - 1 - i)])
-    text = (
+    lines = [
+        [row, *(together(row, column) for column in names[:i]), *[""] * (len(names) - 1 - i)]
+        for i, row in enumerate(names[1:], 1)
+    ]
+    return (
         "Pairs, by `flash_attn_func` and by `flash_attn_varlen_func`:\n\n"
         + table(["", *names[:-1]], lines)
-        + "\nAs many as possible at once:\n\n"
-    )
-    return text + "".join(
-        f"- all but {', '.join(n for n in names if n not in chosen) or 'none'}: {together(*chosen)}\n"
-        for chosen in largest_sets(faults)
+        + f"\nAll of them at once: {together(*names)}.\n"
     )
 
 

@@ -17,7 +17,7 @@ _below_autograd = torch._C._AutoDispatchBelowAutograd
 transforms_active = torch._C._are_functorch_transforms_active
 
 
-# The operators' arguments behind `deterministic` are the sink, then those that both passes take (_SCORES of ops.py).
+# The operators' arguments behind `order` are the sink, then those that both passes take (_SCORES of ops.py).
 # Eager calls that need none of them leave them out; the registered formula meets all of them.
 
 
@@ -71,7 +71,7 @@ class FlashAttention(torch.autograd.Function):
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    q, k, v, ctx.softmax_scale, ctx.causal, ctx.deterministic, *extras = inputs
+    q, k, v, ctx.softmax_scale, ctx.causal, ctx.order, *extras = inputs
     _save(ctx, (q, k, v), output, extras)
 
 
@@ -88,7 +88,7 @@ def _backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | N
     out, lse, sink, q, k, v = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
-    args = (dout, q, k, v, out, lse, dlse, ctx.softmax_scale, ctx.causal, ctx.deterministic)
+    args = (dout, q, k, v, out, lse, dlse, ctx.softmax_scale, ctx.causal, ctx.order)
     gradients = _gradients(ops.bwd, (*args, *ctx.scores))
     if sink is None:
         return (*gradients, *(None,) * 8)
@@ -125,7 +125,7 @@ class VarlenFlashAttention(torch.autograd.Function):
 
 
 def _setup_varlen_context(ctx, inputs, output) -> None:
-    *tensors, ctx.softmax_scale, ctx.causal, ctx.deterministic = inputs[:10]
+    *tensors, ctx.softmax_scale, ctx.causal, ctx.order = inputs[:10]
     _save(ctx, tensors, output, inputs[10:])
 
 
@@ -136,7 +136,7 @@ def _varlen_backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Ten
     if dout is None:
         dout = torch.zeros_like(out)
     args = (dout, q, k, v, out, lse, dlse, *sequences)
-    args += (ctx.softmax_scale, ctx.causal, ctx.deterministic, *ctx.scores)
+    args += (ctx.softmax_scale, ctx.causal, ctx.order, *ctx.scores)
     gradients = _gradients(ops.varlen_bwd, args)
     if sink is None:
         return (*gradients, *(None,) * 12)

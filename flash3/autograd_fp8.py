@@ -38,11 +38,12 @@ def _backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | N
     if dout is None and dlse is None:
         return (None,) * 11
     q, k, v, *output = ctx.saved_tensors
-    forward = (q, k, v, ctx.softmax_scale, ctx.causal, ctx.deterministic)
+    order = int(ctx.deterministic)
+    forward = (q, k, v, ctx.softmax_scale, ctx.causal, order)
     out, lse = autograd._gradients(ops.fwd, forward) if ctx.recompute else output
     if dout is None:
         dout = torch.zeros_like(out)
-    args = (dout, q, k, v, out, lse, dlse, ctx.softmax_scale, ctx.causal, ctx.deterministic)
+    args = (dout, q, k, v, out, lse, dlse, ctx.softmax_scale, ctx.causal, order)
     return (*autograd._gradients(ops.bwd, args), *(None,) * 8)
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash3 import autograd, checks
+from flash3 import checks
 
 NO_WINDOW = (-1, -1)
 
 # No sequence is longer, so an edge of a window as far away as this hides nothing.
 MAX_LENGTH = 2**31 - 1
+
+SAME_IN_EVERY_BATCH = 2  # of the operators' `order`: flash3/ops.py
 
 
 def check_options(
@@ -27,7 +29,7 @@ def check_options(
     softcap: float,
     sink: Tensor | None,
 ) -> tuple:
-    """The operators' arguments from ``softmax_scale`` on, none behind ``deterministic`` if the call is a plain one.
+    """The operators' arguments from ``softmax_scale`` on, none behind ``order`` if the call is a plain one.
 
     Args:
         tensors: q, k and v, checked already; their last dimensions are heads and head_dim.
@@ -38,34 +40,15 @@ def check_options(
     """
     q = tensors[0]
     checks.check_flags(causal, deterministic)
-    if batch_invariant is not False:
-        check_batch_invariant(batch_invariant, tensors)
-        deterministic = True
+    if not isinstance(batch_invariant, bool):
+        raise TypeError(f"batch_invariant: must be True or False, got {batch_invariant!r}")
+    order = SAME_IN_EVERY_BATCH if batch_invariant else int(deterministic)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
     scores = window_size, attention_chunk, softcap, sink
     if window_size is NO_WINDOW and attention_chunk == 0 and softcap == 0 and sink is None:
-        return scale, causal, deterministic
+        return scale, causal, order
     causal, extras = check_extras(q, scale, causal, *scores)
-    return scale, causal, deterministic, *extras
-
-
-def check_batch_invariant(batch_invariant: bool, tensors: tuple[Tensor, Tensor, Tensor]) -> None:
-    """Raises unless the call can do it: grouped heads cannot in the backward.
-
-    There the number of CTAs that divide the query heads of a group, and with it the order of the sums dK and dV,
-    depends on how many blocks the whole batch has.
-    """
-    if not isinstance(batch_invariant, bool):
-        raise TypeError(f"batch_invariant: must be True or False, got {batch_invariant!r}")
-    heads_q, heads_kv = (x.shape[-2] for x in tensors[:2])
-    if heads_q == heads_kv:
-        return
-    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    if wanted or (not torch.compiler.is_compiling() and autograd.transforms_active()):
-        raise NotImplementedError(
-            f"batch_invariant: not supported yet for gradients of grouped heads, got {heads_q} query heads and "
-            f"{heads_kv} key/value heads; without gradients, or with as many of each, it is"
-        )
+    return scale, causal, order, *extras
 
 
 def check_extras(

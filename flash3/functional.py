@@ -49,7 +49,7 @@ def flash_attn_func(
         seqused_q, seqused_k: (batch) int32 on q's device: how many rows, from the first on, each sequence uses; None is
             all. They count as its length, the others as in ``flash_attn_varlen_func``.
         batch_invariant: on a GPU, a sequence's results are bitwise those that it has in any other batch; its gradients
-            too, which are then deterministic. Gradients of grouped heads raise.
+            too, which are then deterministic.
         return_lse: return (out, lse).
         q_block_descale, k_block_descale, v_block_descale: in place of a descale one for each block of 64 or 128 rows,
             float32 (batch, heads, ceil(seqlen / 64 or 128)); the shape says which.

@@ -15,16 +15,17 @@ from flash3 import ops_fp8, reference, reference_varlen
 # They are positional, the sink too, because torch registers no gradient of a keyword-only tensor.
 _SCORES = "int window_left=-1, int window_right=-1, int attention_chunk=0, float softcap=0.0"
 
-# `deterministic` has no effect on the forward: it rides along for the gradient formula (flash3/autograd.py).
+# `order` of the gradients' sums: 0 free, 1 fixed, 2 fixed and the same in every batch (csrc/launch/plan.h). It has no
+# effect on the forward: it rides along for the gradient formula (flash3/autograd.py).
 torch.library.define(
     "flash3::fwd",
-    "(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal, bool deterministic=False,"
+    "(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal, int order=0,"
     f" Tensor? sink=None, {_SCORES}) -> (Tensor out, Tensor lse)",
 )
 torch.library.define(
     "flash3::bwd",
     "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse,"
-    f" float softmax_scale, bool causal, bool deterministic, {_SCORES}) -> (Tensor dq, Tensor dk, Tensor dv)",
+    f" float softmax_scale, bool causal, int order, {_SCORES}) -> (Tensor dq, Tensor dk, Tensor dv)",
 )
 # Dense or packed tensors. Rows whose lse is -inf do not count.
 torch.library.define(
@@ -41,12 +42,12 @@ _SEQUENCES = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, Tenso
 torch.library.define(
     "flash3::varlen_fwd",
     f"(Tensor q, Tensor k, Tensor v, {_SEQUENCES}, float softmax_scale, bool causal,"
-    f" bool deterministic=False, Tensor? sink=None, {_SCORES}) -> (Tensor out, Tensor lse)",
+    f" int order=0, Tensor? sink=None, {_SCORES}) -> (Tensor out, Tensor lse)",
 )
 torch.library.define(
     "flash3::varlen_bwd",
     f"(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, {_SEQUENCES},"
-    f" float softmax_scale, bool causal, bool deterministic, {_SCORES}) -> (Tensor dq, Tensor dk, Tensor dv)",
+    f" float softmax_scale, bool causal, int order, {_SCORES}) -> (Tensor dq, Tensor dk, Tensor dv)",
 )
 
 fwd = torch.ops.flash3.fwd.default
@@ -58,13 +59,13 @@ varlen_bwd = torch.ops.flash3.varlen_bwd.default
 
 
 @torch.library.impl("flash3::fwd", "cpu")
-def _fwd_cpu(q, k, v, softmax_scale, causal, deterministic=False, *extras):
+def _fwd_cpu(q, k, v, softmax_scale, causal, order=0, *extras):
     return reference.attention_forward(q, k, v, softmax_scale, causal, *extras)
 
 
 @torch.library.impl("flash3::bwd", "cpu")
-def _bwd_cpu(dout, q, k, v, out, lse, dlse, softmax_scale, causal, deterministic, *extras):
-    # Sums run in one fixed order here, so every call is deterministic.
+def _bwd_cpu(dout, q, k, v, out, lse, dlse, softmax_scale, causal, order, *extras):
+    # Sums run in one fixed order here.
     return reference.attention_backward(
         dout, q, k, v, out, lse, dlse, softmax_scale, causal, *extras
     )
@@ -105,9 +106,7 @@ def _merge_fake(out, lse, out_1, lse_1, out_2, lse_2):
 
 
 @torch.library.impl("flash3::varlen_fwd", "cpu")
-def _varlen_fwd_cpu(
-    q, k, v, cu_q, cu_k, used_q, used_k, softmax_scale, causal, deterministic=False, *extras
-):
+def _varlen_fwd_cpu(q, k, v, cu_q, cu_k, used_q, used_k, softmax_scale, causal, order=0, *extras):
     return reference_varlen.varlen_forward(
         q, k, v, cu_q, cu_k, used_q, used_k, softmax_scale, causal, *extras
     )
@@ -115,7 +114,7 @@ def _varlen_fwd_cpu(
 
 @torch.library.impl("flash3::varlen_bwd", "cpu")
 def _varlen_bwd_cpu(*args):
-    # Without args[13], deterministic: it is that as it is.
+    # Without args[13], the order: it is fixed here.
     return reference_varlen.varlen_backward(*args[:13], *args[14:])
 
 

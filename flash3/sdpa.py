@@ -253,7 +253,7 @@ def _dense_backward(
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients in flash3's layout; torch never differentiates lse."""
-    return ops.bwd(dout, q, k, v, out, lse, None, softmax_scale, causal, _deterministic())
+    return ops.bwd(dout, q, k, v, out, lse, None, softmax_scale, causal, _order())
 
 
 def _varlen_forward(q, k, v, cu_q, cu_k, seqused_k, max_q, max_k, scale, causal):
@@ -267,7 +267,7 @@ def _varlen_backward(dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, scale, c
     softmax_scale = _check_packed(q, k, v, cu_q, cu_k, None, max_q, max_k, scale)
     sequences = cu_q, cu_k, None, None
     return ops.varlen_bwd(
-        dout, q, k, v, out, lse, None, *sequences, softmax_scale, causal, _deterministic()
+        dout, q, k, v, out, lse, None, *sequences, softmax_scale, causal, _order()
     )
 
 
@@ -333,8 +333,8 @@ def _softmax_scale(scale: float | None, head_dim: int) -> float:
     return head_dim**-0.5 if scale is None else checks.check_scale(scale)
 
 
-def _deterministic() -> bool:
-    return torch.are_deterministic_algorithms_enabled()
+def _order() -> int:
+    return int(torch.are_deterministic_algorithms_enabled())
 
 
 def _heads_fold_into_batch(query: Tensor, key: Tensor, value: Tensor) -> bool:

@@ -143,15 +143,13 @@ def _packed_fwd(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, **l
     return out.view(q.shape), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
 
 
-def _packed_bwd(
-    dout, q, k, v, out, lse, dlse, scale: float, causal: bool, deterministic: bool, **limits
-):
+def _packed_bwd(dout, q, k, v, out, lse, dlse, scale: float, causal: bool, order: int, **limits):
     """What ``flash3::bwd`` returns without a gradient of lse, from ``flash3::varlen_bwd``."""
     packed = [x.flatten(0, 1) for x in (dout, q, k, v, out)]
     lse = lse.transpose(0, 1).flatten(1)
     sequences = (*_sequences(q, k), None, None)
     grads = torch.ops.flash3.varlen_bwd(
-        *packed, lse, None, *sequences, scale, causal, deterministic, **limits
+        *packed, lse, None, *sequences, scale, causal, order, **limits
     )
     return tuple(grad.view(x.shape) for grad, x in zip(grads, (q, k, v), strict=True))
 

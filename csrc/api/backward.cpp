@@ -19,7 +19,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor const& dout_tensor, Tensor co
                                             Tensor const& k_tensor, Tensor const& v_tensor,
                                             Tensor const& out_tensor, Tensor const& lse_tensor,
                                             std::optional<Tensor> const& dlse_tensor,
-                                            double softmax_scale, bool causal, bool deterministic,
+                                            double softmax_scale, bool causal, int64_t order,
                                             int64_t window_left, int64_t window_right,
                                             int64_t attention_chunk, double softcap) {
   Argument const q(q_tensor, "q"), k(k_tensor, "k"), v(v_tensor, "v"), out(out_tensor, "out"),
@@ -45,8 +45,8 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor const& dout_tensor, Tensor co
 
   Problem problem = make_problem(shape, q.dtype, softmax_scale);
   set_limits(problem, limits);
-  Order const order = deterministic ? Order::kDeterministic : Order::kFree;
-  BwdPlan const plan = plan_bwd(problem, order, device.num_sms);
+  Order const sums = order_from(order);
+  BwdPlan const plan = plan_bwd(problem, sums, device.num_sms);
   TmaOperand const q_operand = tma_operand(q), k_operand = tma_operand(k),
                    v_operand = tma_operand(v), out_operand = tma_operand(out),
                    dout_operand = tma_operand(dout);
@@ -71,7 +71,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor const& dout_tensor, Tensor co
       .grid = plan.grid,
       .cluster_size = plan.cluster_size,
   };
-  place_workspace(params, plan, workspace, order);
+  place_workspace(params, plan, workspace, sums);
   plan.row->launch(params, current_stream(device.index));
   return {std::move(dq), std::move(dk), std::move(dv)};
 }

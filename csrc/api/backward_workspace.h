@@ -18,6 +18,12 @@ inline Tensor contiguous_rows(Tensor const& rows) {
   return rows.is_contiguous() ? rows : torch::stable::contiguous(rows);
 }
 
+// The schema's `order`.
+inline Order order_from(int64_t number) {
+  STD_TORCH_CHECK(number >= 0 && number <= 2, "order: must be 0, 1 or 2, got ", number);
+  return static_cast<Order>(number);
+}
+
 // The parts of one workspace allocation.
 inline void place_workspace(BwdParams& params, BwdPlan const& plan, Tensor const& workspace,
                             Order order) {
@@ -26,8 +32,7 @@ inline void place_workspace(BwdParams& params, BwdPlan const& plan, Tensor const
   params.dq_accum = reinterpret_cast<float*>(base + plan.dq_accum_offset);
   params.lse_log2 = reinterpret_cast<float*>(base + plan.lse_log2_offset);
   params.dpsum = reinterpret_cast<float*>(base + plan.dpsum_offset);
-  if (order == Order::kDeterministic)
-    params.dq_turn = reinterpret_cast<int*>(base + plan.dq_turn_offset);
+  if (order != Order::kFree) params.dq_turn = reinterpret_cast<int*>(base + plan.dq_turn_offset);
 }
 
 }  // namespace flash3

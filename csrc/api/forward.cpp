@@ -18,7 +18,7 @@ namespace flash3 {
 
 std::tuple<Tensor, Tensor> forward(Tensor const& q_tensor, Tensor const& k_tensor,
                                    Tensor const& v_tensor, double softmax_scale, bool causal,
-                                   bool /*deterministic: see ops.h*/,
+                                   int64_t /*order: see ops.h*/,
                                    std::optional<Tensor> const& sink_tensor, int64_t window_left,
                                    int64_t window_right, int64_t attention_chunk, double softcap) {
   Argument const q(q_tensor, "q"), k(k_tensor, "k"), v(v_tensor, "v");

@@ -9,8 +9,9 @@
 namespace flash3 {
 
 // q (b, sq, hq, d), k and v (b, sk, hk, d) -> out (b, sq, hq, d) in q's dtype, lse (b, hq, sq)
-// fp32, natural log. `deterministic` is part of the schema for the gradient formula in Python,
-// which hands it to backward; the forward is bitwise reproducible either way.
+// fp32, natural log. `order` (of gradients' sums, the number of an `Order`) is part of the schema
+// for the gradient formula in Python, which hands it to backward; the forward is bitwise
+// reproducible.
 //
 // `sink` (hq), of q's dtype or fp32, is one more logit of each head's rows, without a value. A
 // query at position p = i + sk - sq sees keys p - window_left to p + window_right (-1: unbounded;
@@ -18,7 +19,7 @@ namespace flash3 {
 // softcap > 0 a score s counts as softcap * tanh(s / softcap).
 std::tuple<torch::stable::Tensor, torch::stable::Tensor> forward(
     torch::stable::Tensor const& q, torch::stable::Tensor const& k, torch::stable::Tensor const& v,
-    double softmax_scale, bool causal, bool deterministic,
+    double softmax_scale, bool causal, int64_t order,
     std::optional<torch::stable::Tensor> const& sink, int64_t window_left, int64_t window_right,
     int64_t attention_chunk, double softcap);
 
@@ -29,7 +30,7 @@ std::tuple<torch::stable::Tensor, torch::stable::Tensor, torch::stable::Tensor> 
     torch::stable::Tensor const& k, torch::stable::Tensor const& v,
     torch::stable::Tensor const& out, torch::stable::Tensor const& lse,
     std::optional<torch::stable::Tensor> const& dlse, double softmax_scale, bool causal,
-    bool deterministic, int64_t window_left, int64_t window_right, int64_t attention_chunk,
+    int64_t order, int64_t window_left, int64_t window_right, int64_t attention_chunk,
     double softcap);
 
 // Gradient of the sinks, in their dtype, from what a forward with them returned and the gradients
@@ -69,7 +70,7 @@ std::tuple<torch::stable::Tensor, torch::stable::Tensor> varlen_forward(
     torch::stable::Tensor const& cu_seqlens_q, torch::stable::Tensor const& cu_seqlens_k,
     std::optional<torch::stable::Tensor> const& seqused_q,
     std::optional<torch::stable::Tensor> const& seqused_k, double softmax_scale, bool causal,
-    bool deterministic, std::optional<torch::stable::Tensor> const& sink, int64_t window_left,
+    int64_t order, std::optional<torch::stable::Tensor> const& sink, int64_t window_left,
     int64_t window_right, int64_t attention_chunk, double softcap);
 
 std::tuple<torch::stable::Tensor, torch::stable::Tensor, torch::stable::Tensor> varlen_backward(
@@ -80,7 +81,7 @@ std::tuple<torch::stable::Tensor, torch::stable::Tensor, torch::stable::Tensor> 
     torch::stable::Tensor const& cu_seqlens_k,
     std::optional<torch::stable::Tensor> const& seqused_q,
     std::optional<torch::stable::Tensor> const& seqused_k, double softmax_scale, bool causal,
-    bool deterministic, int64_t window_left, int64_t window_right, int64_t attention_chunk,
+    int64_t order, int64_t window_left, int64_t window_right, int64_t attention_chunk,
     double softcap);
 
 // q, k, v of 16 bits -> e4m3 and descales: csrc/launch/quantize.h. `granularity` is its enum's

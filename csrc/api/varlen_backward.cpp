@@ -20,7 +20,7 @@ std::tuple<Tensor, Tensor, Tensor> varlen_backward(
     Tensor const& v_tensor, Tensor const& out_tensor, Tensor const& lse_tensor,
     std::optional<Tensor> const& dlse_tensor, Tensor const& cu_seqlens_q,
     Tensor const& cu_seqlens_k, std::optional<Tensor> const& seqused_q,
-    std::optional<Tensor> const& seqused_k, double softmax_scale, bool causal, bool deterministic,
+    std::optional<Tensor> const& seqused_k, double softmax_scale, bool causal, int64_t order,
     int64_t window_left, int64_t window_right, int64_t attention_chunk, double softcap) {
   Argument const q(q_tensor, "q"), k(k_tensor, "k"), v(v_tensor, "v"), out(out_tensor, "out"),
       dout(dout_tensor, "dout");
@@ -45,8 +45,8 @@ std::tuple<Tensor, Tensor, Tensor> varlen_backward(
 
   Problem problem = make_packed_problem(shape, q.dtype, softmax_scale);
   set_limits(problem, limits);
-  Order const order = deterministic ? Order::kDeterministic : Order::kFree;
-  BwdPlan const plan = plan_bwd(problem, order, device.num_sms);
+  Order const sums = order_from(order);
+  BwdPlan const plan = plan_bwd(problem, sums, device.num_sms);
   TmaOperand const q_operand = tma_operand(q), k_operand = tma_operand(k),
                    v_operand = tma_operand(v), out_operand = tma_operand(out),
                    dout_operand = tma_operand(dout);
@@ -74,7 +74,7 @@ std::tuple<Tensor, Tensor, Tensor> varlen_backward(
       .q_blocks = block_list(workspace, plan.q_blocks_offset, plan.q_count_offset),
       .k_blocks = block_list(workspace, plan.k_blocks_offset, plan.k_count_offset),
   };
-  place_workspace(params, plan, workspace, order);
+  place_workspace(params, plan, workspace, sums);
   plan.row->launch(params, current_stream(device.index));
   return {std::move(dq), std::move(dk), std::move(dv)};
 }

@@ -18,7 +18,7 @@ namespace flash3 {
 std::tuple<Tensor, Tensor> varlen_forward(
     Tensor const& q_tensor, Tensor const& k_tensor, Tensor const& v_tensor,
     Tensor const& cu_seqlens_q, Tensor const& cu_seqlens_k, std::optional<Tensor> const& seqused_q,
-    std::optional<Tensor> const& seqused_k, double softmax_scale, bool causal, bool deterministic,
+    std::optional<Tensor> const& seqused_k, double softmax_scale, bool causal, int64_t order,
     std::optional<Tensor> const& sink_tensor, int64_t window_left, int64_t window_right,
     int64_t attention_chunk, double softcap) {
   Argument const q(q_tensor, "q"), k(k_tensor, "k"), v(v_tensor, "v");
@@ -36,8 +36,8 @@ std::tuple<Tensor, Tensor> varlen_forward(
     Tensor const key = empty<3>({1, shape.num_heads_kv, shape.head_dim}, q.dtype, q.placement);
     Tensor const value = empty<3>({1, shape.num_heads_kv, shape.head_dim_v}, q.dtype, q.placement);
     return varlen_forward(q_tensor, key, value, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-                          softmax_scale, causal, deterministic, sink_tensor, window_left,
-                          window_right, attention_chunk, softcap);
+                          softmax_scale, causal, order, sink_tensor, window_left, window_right,
+                          attention_chunk, softcap);
   }
   Tensor out = empty(shape.out_sizes(), q.dtype, q.placement);
   Tensor lse = empty(shape.lse_sizes(), aoti_torch_dtype_float32(), q.placement);

@@ -156,13 +156,14 @@ BwdPlan plan_bwd(Problem const& problem, Order order, int num_sms) {
   BwdPlan plan{};
   plan.row = &row;
   int64_t const key_blocks = n_blocks * problem.num_heads_kv;
-  plan.cluster_size = choose_cluster_size(problem, key_blocks, num_sms);
+  plan.cluster_size =
+      order == Order::kSameInEveryBatch ? 1 : choose_cluster_size(problem, key_blocks, num_sms);
   plan.grid = to_int(key_blocks * plan.cluster_size, "the backward grid");
   plan.seqlen_q_rounded = to_int(seqlen_q_rounded, "seqlen_q rounded up to whole tiles");
   plan.dq_accum_offset = layout.add<float>(rows * row.key.head_dim);
   plan.lse_log2_offset = layout.add<float>(rows);
   plan.dpsum_offset = layout.add<float>(rows);
-  plan.dq_turn_offset = layout.add<int>(order == Order::kDeterministic ? query_tiles : 0);
+  plan.dq_turn_offset = layout.add<int>(order == Order::kFree ? 0 : query_tiles);
   if (packed) {
     plan.q_count_offset = layout.add<int>(1);
     plan.k_count_offset = layout.add<int>(1);
@@ -202,8 +203,7 @@ std::string explain(Problem const& problem, BwdPlan const& plan, Order order) {
          " query heads; workspace: fp32 dQ sums and two floats per query row, seqlen_q rounded up "
          "to " +
          std::to_string(plan.seqlen_q_rounded) +
-         (order == Order::kDeterministic ? ", and one int per query tile that orders the sums"
-                                         : "");
+         (order == Order::kFree ? "" : ", and one int per query tile that orders the sums");
 }
 
 }  // namespace flash3

@@ -95,7 +95,9 @@ struct BwdPlan {
   std::size_t workspace_bytes;
 };
 
-enum class Order { kFree, kDeterministic };  // of the fp32 sums into dQ
+// Of the sums of gradients. kSameInEveryBatch: deterministic, and dK and dV of grouped heads are
+// never divided among CTAs, whose number goes by the size of the batch.
+enum class Order { kFree, kDeterministic, kSameInEveryBatch };
 
 FwdPlan plan_fwd(Problem const&, int num_sms);
 BwdPlan plan_bwd(Problem const&, Order, int num_sms);

@@ -26,8 +26,7 @@ def normal(*shape):
 @arguments_of_calls
 @head_dims
 def test_a_part_of_the_rows_is_the_packed_call(head_dim, arguments, flash3_rows):
-    """Bitwise, with NaN in what is not used, and zeros in the results there. No grouped heads: their sums may be
-    divided otherwise where there are more blocks."""
+    """Bitwise, with NaN in what is not used, and zeros in the results there."""
     flash3_rows(BF16, head_dim, mask_of(**{"causal": False, **arguments}), layout="packed")
     used_q, used_k = (300, 0, 129, 77), (200, 333, 0, 333)
     q, k, v, dout = (normal(4, s, h, head_dim) for s, h in ((300, 4), (333, 2), (333, 2), (300, 4)))
@@ -66,12 +65,11 @@ def test_a_part_of_the_rows_is_the_packed_call(head_dim, arguments, flash3_rows)
 @head_dims
 @pytest.mark.parametrize("heads", [(2, 2), (8, 1)], ids=str)
 def test_packed_rows_do_not_depend_on_the_batch(heads, head_dim, arguments, flash3_rows):
-    """Each sequence alone, bitwise as among others; gradients too where heads are not grouped."""
+    """Each sequence alone, bitwise as among others, gradients too."""
     flash3_rows(BF16, head_dim, mask_of(**{"causal": False, **arguments}), layout="packed")
     flash3_rows(BF16, head_dim, bool(arguments.get("causal")), layout="packed")
     lengths = (700, 90, 3, 1500, 257, *[40] * 50)
     ends = torch.tensor((0, *lengths)).cumsum(0)
-    with_gradients = heads[0] == heads[1]
     q, k, v, dout = (
         normal(int(ends[-1]), h, head_dim) for h in (heads[0], heads[1], heads[1], heads[0])
     )
@@ -79,10 +77,10 @@ def test_packed_rows_do_not_depend_on_the_batch(heads, head_dim, arguments, flas
     arguments = {**arguments, "learnable_sink": sink, "batch_invariant": True, "return_lse": True}
 
     def run(rows, ends):
-        leaves = [x[rows].clone().requires_grad_(with_gradients) for x in (q, k, v)]
+        leaves = [x[rows].clone().requires_grad_() for x in (q, k, v)]
         cu = int32(*ends)
         out, lse = flash3.flash_attn_varlen_func(*leaves, cu, cu, 1500, 1500, **arguments)
-        grads = torch.autograd.grad(out, leaves, dout[rows]) if with_gradients else ()
+        grads = torch.autograd.grad(out, leaves, dout[rows])
         return out, lse.T, *grads
 
     together = run(slice(None), ends.tolist())
@@ -97,16 +95,15 @@ def test_packed_rows_do_not_depend_on_the_batch(heads, head_dim, arguments, flas
 @pytest.mark.parametrize("heads", [(2, 2), (8, 1)], ids=str)
 def test_dense_rows_do_not_depend_on_the_batch(heads, head_dim, arguments, flash3_rows):
     flash3_rows(BF16, head_dim, mask_of(**{"causal": False, **arguments}))
-    with_gradients = heads[0] == heads[1]
     shapes = ((500, heads[0]), (700, heads[1]), (700, heads[1]), (500, heads[0]))
     q, k, v, dout = (normal(60, s, h, head_dim) for s, h in shapes)
     sink = sink_of(heads[0], torch.float32, "cuda")
     arguments = {**arguments, "learnable_sink": sink, "batch_invariant": True, "return_lse": True}
 
     def run(entries):
-        leaves = [x[entries].clone().requires_grad_(with_gradients) for x in (q, k, v)]
+        leaves = [x[entries].clone().requires_grad_() for x in (q, k, v)]
         out, lse = flash3.flash_attn_func(*leaves, **arguments)
-        grads = torch.autograd.grad(out, leaves, dout[entries]) if with_gradients else ()
+        grads = torch.autograd.grad(out, leaves, dout[entries])
         return out, lse, *grads
 
     together = run(slice(None))

@@ -18,12 +18,12 @@ def leaves(dtype=torch.float64, **fields):
 
 def test_schemas():
     assert str(ops.fwd._schema) == (
-        "flash3::fwd(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal, bool deterministic=False,"
+        "flash3::fwd(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal, int order=0,"
         f" Tensor? sink=None, {SCORES}) -> (Tensor out, Tensor lse)"
     )
     assert str(ops.bwd._schema) == (
         "flash3::bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse,"
-        f" float softmax_scale, bool causal, bool deterministic, {SCORES})"
+        f" float softmax_scale, bool causal, int order, {SCORES})"
         " -> (Tensor dq, Tensor dk, Tensor dv)"
     )
     assert str(ops.sink_bwd._schema) == (

@@ -129,11 +129,11 @@ def test_schemas():
     sequences = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k"
     assert str(ops.varlen_fwd._schema) == (
         f"flash3::varlen_fwd(Tensor q, Tensor k, Tensor v, {sequences}, float softmax_scale, bool causal,"
-        f" bool deterministic=False, Tensor? sink=None, {SCORES}) -> (Tensor out, Tensor lse)"
+        f" int order=0, Tensor? sink=None, {SCORES}) -> (Tensor out, Tensor lse)"
     )
     assert str(ops.varlen_bwd._schema) == (
         "flash3::varlen_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse,"
-        f" {sequences}, float softmax_scale, bool causal, bool deterministic, {SCORES})"
+        f" {sequences}, float softmax_scale, bool causal, int order, {SCORES})"
         " -> (Tensor dq, Tensor dk, Tensor dv)"
     )
 
