@@ -163,10 +163,10 @@ BACKWARD += [
 FP8: list[Fwd] = [
     _fp8( 64, "full",   m=192, n=128, kv_stages=2, q_stages=2, mma_warpgroups=3, pingpong=True,  dynamic_schedule=False, why="E023"),
     _fp8( 64, "causal", m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, pingpong=True,  dynamic_schedule=True,  why="E023"),
-    _fp8(128, "full",   m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, pingpong=False, dynamic_schedule=False, why="E023"),
+    _fp8(128, "full",   m=128, n=192, kv_stages=2, q_stages=2, mma_warpgroups=2, pingpong=True,  dynamic_schedule=False, why="E026"),
     _fp8(128, "causal", m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, pingpong=False, dynamic_schedule=True,  why="E023"),
-    _fp8(256, "full",   m=128, n=64,  kv_stages=2, q_stages=1, mma_warpgroups=2, pingpong=True,  dynamic_schedule=False, why="E023"),
-    _fp8(256, "causal", m=128, n=64,  kv_stages=2, q_stages=1, mma_warpgroups=2, pingpong=True,  dynamic_schedule=True,  why="E023"),
+    _fp8(256, "full",   m=128, n=128, kv_stages=2, q_stages=1, mma_warpgroups=2, pingpong=True,  dynamic_schedule=False, why="E026", overlap=False),
+    _fp8(256, "causal", m=128, n=128, kv_stages=2, q_stages=1, mma_warpgroups=2, pingpong=False, dynamic_schedule=True,  why="E026", overlap=False),
     # O summed in fp32 outside the tensor cores takes registers for a second accumulator.
     _fp8( 64, "full",   m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, pingpong=True,  dynamic_schedule=False, why="E023", two_level=True, tag="twolevel"),
     _fp8( 64, "causal", m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, pingpong=True,  dynamic_schedule=True,  why="E023", two_level=True, tag="twolevel"),

@@ -26,12 +26,22 @@ struct Fp8Args {
 
 __device__ float const kNoScale = 1.f;
 
-// The scale of row `row` of a head; 1 if there are none. Without a branch: loads behind branches
-// would wait for one another.
-CUTLASS_DEVICE float load_scale(Fp8Scales const& scales, int batch, int head, int row) {
-  int64_t const offset = batch * scales.batch_stride + head * scales.head_stride +
-                         (row >> scales.log2_block) * scales.block_stride;
-  return __ldg(scales.ptr != nullptr ? scales.ptr + offset : &kNoScale);
-}
+// The scales of one head; a 1 for all rows if there are none (then the strides are 0).
+struct HeadScales {
+  float const* first;
+  int64_t block_stride;
+  int log2_block;
+
+  CUTLASS_DEVICE HeadScales(Fp8Scales const& scales, int batch, int head)
+      : first(scales.ptr != nullptr
+                  ? scales.ptr + batch * scales.batch_stride + head * scales.head_stride
+                  : &kNoScale),
+        block_stride(scales.block_stride),
+        log2_block(scales.log2_block) {}
+
+  CUTLASS_DEVICE float of_row(int row) const {
+    return __ldg(first + (row >> log2_block) * block_stride);
+  }
+};
 
 }  // namespace flash3

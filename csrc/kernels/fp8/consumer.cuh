@@ -28,11 +28,11 @@ struct Fp8Consumer {
     while (true) {
       smem.tile_ring.wait_full(tile_at);
       WorkTile const tile = smem.tiles[tile_at.slot];
+      if (tile.block == kNoMoreFp8Tiles) break;
       float const q_scale = smem.tiles[tile_at.slot].q_scales[warpgroup];
+      compute(tile, q_scale * (args.softmax_scale * kLog2e));
       smem.tile_ring.release(tile_at);
       tile_at.advance();
-      if (tile.block == kNoMoreFp8Tiles) break;
-      compute(tile, q_scale * (args.softmax_scale * kLog2e));
     }
   }
 
@@ -57,7 +57,9 @@ struct Fp8Consumer {
   }
 
   template <class Scores>
-  CUTLASS_DEVICE void mask_scores(Scores& scores, int first_row, int n_block) const {
+  CUTLASS_DEVICE void mask_scores(Scores& scores, int n_block) const {
+    // From shared memory: registers are short in the loop.
+    int const first_row = lane_first_query(smem.tiles[tile_at.slot]);
     CUTLASS_PRAGMA_UNROLL
     for (int r = 0; r < 2; ++r) {
       int const last_column =
@@ -90,8 +92,9 @@ struct Fp8Consumer {
     }
     float factor[2], lse[2];
     softmax.finish(factor, lse);
+    tile = smem.tiles[tile_at.slot];  // again, as in mask_scores
     CUTLASS_PRAGMA_UNROLL
-    for (int r = 0; r < 2; ++r) factor[r] *= units.unit * args.v_scale;
+    for (int r = 0; r < 2; ++r) factor[r] *= exp2f(units.unit_log2) * args.v_scale;
     scale_rows(o, factor);
     Fp8Output<Row>{args, tile, lane_first_query(tile)}.write(o, lse);
   }
@@ -126,7 +129,7 @@ struct Fp8Consumer {
     }
   }
 
-  // The scales of the key block in the slot k_at: of its scores in the log2 domain, of its values.
+  // The scales of the key block in the slot k_at, those of its scores in the log2 domain.
   CUTLASS_DEVICE KeyScales<T::kScaleGroups> read_scales(float scale_log2) const {
     KeyScales<T::kScaleGroups> scales = smem.scales[k_at.slot];
     CUTLASS_PRAGMA_UNROLL
@@ -136,21 +139,6 @@ struct Fp8Consumer {
       scales.k[g] = scale < 0x1p-100f ? 0x1p-100f : scale;
     }
     return scales;
-  }
-
-  // Brings the probabilities of keys whose V has another scale than the unit of O to that unit.
-  template <class Scores>
-  CUTLASS_DEVICE static void apply_ratios(Scores& scores, float const (&ratio)[T::kScaleGroups]) {
-    constexpr int kColumns = decltype(size<1>(scores))::value / T::kScaleGroups;
-    CUTLASS_PRAGMA_UNROLL
-    for (int g = 0; g < T::kScaleGroups; ++g) {
-      if (ratio[g] == 1.f) continue;  // the same for all threads
-      CUTLASS_PRAGMA_UNROLL
-      for (int r = 0; r < 2; ++r) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < kColumns; ++j) scores(r, g * kColumns + j) *= ratio[g];
-      }
-    }
   }
 
   template <class Output>
@@ -170,10 +158,9 @@ struct Fp8Consumer {
     Tensor tSrK = thread_qk.partition_fragment_B(sK);   // (MMA, 1, head_dim / 32, slots)
     Tensor tOrV = thread_pv.partition_fragment_B(sVt);  // (MMA, 1, n / 32, slots)
 
-    int const first_row = lane_first_query(tile);
     int const first_masked = args.mask().template first_masked_key_block<T::kN>(
         T::kOwnRange ? first_query(tile) : tile.block * T::kM);
-    float correction[2], ratio[T::kScaleGroups];
+    float correction[2], shift[T::kScaleGroups];
     int n = blocks.begin;
 
     // The first block, which alone has no P V to hide behind.
@@ -185,10 +172,9 @@ struct Fp8Consumer {
     smem.k_ring.release(k_at);
     k_at.advance();
     auto scores = rows_and_columns(s);
-    if (n >= first_masked) mask_scores(scores, first_row, n);
-    softmax.step(scores, first_scales.k, correction);
-    units.advance(first_scales.v, ratio);
-    apply_ratios(scores, ratio);
+    if (n >= first_masked) mask_scores(scores, n);
+    units.advance(first_scales.v_log2, shift);
+    softmax.step(scores, first_scales.k, shift, correction);
     auto p = make_e4m3_operand<Element>(s);
     round_to_e4m3(s, p);
 
@@ -239,13 +225,12 @@ struct Fp8Consumer {
         warpgroup_wait<0>();
       }
       auto scores_next = rows_and_columns(s_next);
-      if constexpr (decltype(masked)::value) mask_scores(scores_next, first_row, n);
-      softmax.step(scores_next, scales.k, correction);
+      if constexpr (decltype(masked)::value) mask_scores(scores_next, n);
+      float const unit_factor = units.advance(scales.v_log2, shift);
+      softmax.step(scores_next, scales.k, shift, correction);
       // Holds the wait for P V back, as in the forward (E015).
       smem.k_ring.release_after(correction[1], k_at);
       k_at.advance();
-      float const unit_factor = units.advance(scales.v, ratio);
-      apply_ratios(scores_next, ratio);
       if constexpr (T::kOverlap) {
         warpgroup_wait<0>();  // O with block n - 1
         finish_pv();
@@ -253,7 +238,10 @@ struct Fp8Consumer {
       round_to_e4m3(s_next, p);
       CUTLASS_PRAGMA_UNROLL
       for (int r = 0; r < 2; ++r) o_factor[r] = correction[r] * unit_factor;
-      if constexpr (!T::kTwoLevel) scale_rows(o, o_factor);
+      if constexpr (!T::kTwoLevel) {
+        bool const moved = o_factor[0] != 1.f || o_factor[1] != 1.f;
+        if (__any_sync(0xffffffff, moved)) scale_rows(o, o_factor);
+      }
     };
     CUTLASS_PRAGMA_NO_UNROLL
     for (++n; n < min(first_masked, blocks.end); ++n) step(false_type{});

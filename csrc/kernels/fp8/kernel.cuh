@@ -24,9 +24,9 @@ __global__ void __launch_bounds__(Fp8Traits<Row>::kThreads, 1)
     cutlass::arch::warpgroup_reg_dealloc<kRegisters.producer>();
     int const warp = __shfl_sync(0xffffffff, warp_index_in_warpgroup(), 0);
     if (warp > 0) {
-      Fp8Transposer<Row>{args, smem, warp - 1}.run();
+      Fp8Transposer<Row>{args, smem, warp - 1, 0}.run();
     } else if (threadIdx.x == 0) {
-      Fp8Producer<Row>{args, smem}.run();
+      Fp8Producer<Row>{args, smem, {}, 0, 0}.run();
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<kRegisters.consumer>();

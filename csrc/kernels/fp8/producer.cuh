@@ -14,9 +14,8 @@ struct Fp8Producer {
   Fp8Args<Row> const& args;
   Fp8Smem<Row>& smem;
   typename Ring<T::kQSlots>::Cursor q_at;
-  typename Ring<T::kKvSlots>::Cursor k_at, v_at;
-  Ring<2>::Cursor tile_at;
-  KeyScales<T::kScaleGroups> key_scales;  // of the next block: read a block ahead
+  int num_tiles, num_blocks;  // published, loaded of K: cursors of their own would be spilled
+  float k_scales[T::kScaleGroups], v_scales[T::kScaleGroups];  // of the next block: read ahead
 
   CUTLASS_DEVICE void run() {
     int index = args.schedule.first();
@@ -27,58 +26,66 @@ struct Fp8Producer {
       args.schedule.answered(next, args.num_tiles);
       index = next;
     }
-    smem.tile_ring.wait_empty(tile_at);
-    smem.tiles[tile_at.slot].block = kNoMoreFp8Tiles;
-    smem.tile_ring.commit(tile_at);
+    Ring<2>::Cursor const at = Ring<2>::after(num_tiles);
+    smem.tile_ring.wait_empty(at);
+    smem.tiles[at.slot].block = kNoMoreFp8Tiles;
+    smem.tile_ring.commit(at);
   }
 
  private:
+  struct KeyScaleReader {
+    HeadScales k, v;
+  };
+
   CUTLASS_DEVICE void load(WorkTile tile) {
     BlockRange const blocks = args.mask().template key_blocks<T::kM, T::kN>(tile.block * T::kM);
     WorkTile kv = tile;
     kv.head = tile.head / args.qheads_per_kvhead;
     float q_scales[T::kMmaWarpgroups];
     read_query_scales(tile, q_scales);
-    read_key_scales(kv, blocks.begin);
+    KeyScaleReader const scales{{args.k_scales, kv.batch, kv.head},
+                                {args.v_scales, kv.batch, kv.head}};
+    read_key_scales(scales, blocks.begin);
     bool const any = blocks.begin < blocks.end;
     if (any) {
       load_q(tile);
-      load_k(kv, blocks.begin);
+      load_k(kv, scales, blocks.begin);
     }
     publish(tile, q_scales);  // late: the scales have to come
     if (!any) return;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int n = blocks.begin + 1; n < blocks.end; ++n) {
-      load_k(kv, n);
-      load_v(kv, n - 1);
+      load_k(kv, scales, n);
+      load_v(kv, n - 1, num_blocks - 2);
     }
-    load_v(kv, blocks.end - 1);
+    load_v(kv, blocks.end - 1, num_blocks - 1);
   }
 
   CUTLASS_DEVICE void publish(WorkTile tile, float const (&q_scales)[T::kMmaWarpgroups]) {
-    smem.tile_ring.wait_empty(tile_at);
-    auto& slot = smem.tiles[tile_at.slot];
+    Ring<2>::Cursor const at = Ring<2>::after(num_tiles++);
+    smem.tile_ring.wait_empty(at);
+    auto& slot = smem.tiles[at.slot];
     static_cast<WorkTile&>(slot) = tile;
     CUTLASS_PRAGMA_UNROLL
     for (int w = 0; w < T::kMmaWarpgroups; ++w) slot.q_scales[w] = q_scales[w];
-    smem.tile_ring.commit(tile_at);
-    tile_at.advance();
+    smem.tile_ring.commit(at);
   }
 
   CUTLASS_DEVICE void read_query_scales(WorkTile tile, float (&scales)[T::kMmaWarpgroups]) const {
+    HeadScales const of_head(args.q_scales, tile.batch, tile.head);
     CUTLASS_PRAGMA_UNROLL
     for (int w = 0; w < T::kMmaWarpgroups; ++w) {
       int const row = min(tile.block * T::kM + w * 64, args.seqlen_q - 1);
-      scales[w] = load_scale(args.q_scales, tile.batch, tile.head, row);
+      scales[w] = of_head.of_row(row);
     }
   }
 
-  CUTLASS_DEVICE void read_key_scales(WorkTile kv, int n_block) {
+  CUTLASS_DEVICE void read_key_scales(KeyScaleReader const& from, int n_block) {
     CUTLASS_PRAGMA_UNROLL
     for (int g = 0; g < T::kScaleGroups; ++g) {
       int const row = min(n_block * T::kN + g * kScaleGroup, args.seqlen_k - 1);
-      key_scales.k[g] = load_scale(args.k_scales, kv.batch, kv.head, row);
-      key_scales.v[g] = load_scale(args.v_scales, kv.batch, kv.head, row);
+      k_scales[g] = from.k.of_row(row);
+      v_scales[g] = from.v.of_row(row);
     }
   }
 
@@ -92,29 +99,34 @@ struct Fp8Producer {
   }
 
   // `kv` is the tile with the head of K and V.
-  CUTLASS_DEVICE void load_k(WorkTile kv, int n_block) {
-    smem.k_ring.wait_empty(k_at);
-    smem.scales[k_at.slot] = key_scales;
-    smem.k_ring.expect_bytes(k_at, T::TileKV::kBytes);
-    T::TileKV::load(args.k, smem.k_ring.full(k_at), smem.k[k_at.slot],
+  CUTLASS_DEVICE void load_k(WorkTile kv, KeyScaleReader const& from, int n_block) {
+    auto const at = Ring<T::kKvSlots>::after(num_blocks++);
+    smem.k_ring.wait_empty(at);
+    auto& scales = smem.scales[at.slot];
+    CUTLASS_PRAGMA_UNROLL
+    for (int g = 0; g < T::kScaleGroups; ++g) {
+      scales.k[g] = k_scales[g];
+      scales.v_log2[g] = v_scales[g] < 0x1p-100f ? -100.f : log2f(v_scales[g]);
+    }
+    smem.k_ring.expect_bytes(at, T::TileKV::kBytes);
+    T::TileKV::load(args.k, smem.k_ring.full(at), smem.k[at.slot],
                     TileCoord<int>{n_block * T::kN, kv.head, kv.batch}, CacheHint::kEvictLast);
-    k_at.advance();
-    read_key_scales(kv, n_block + 1);
+    read_key_scales(from, n_block + 1);
   }
 
-  CUTLASS_DEVICE void load_v(WorkTile kv, int n_block) {
+  CUTLASS_DEVICE void load_v(WorkTile kv, int n_block, int index) {
+    auto const at = Ring<T::kKvSlots>::after(index);
     if (args.v_transposed) {
-      smem.vt_ring.wait_empty(v_at);
-      smem.vt_ring.expect_bytes(v_at, T::TileVt::kBytes);
-      T::TileVt::load(args.v, smem.vt_ring.full(v_at), smem.vt[v_at.slot],
+      smem.vt_ring.wait_empty(at);
+      smem.vt_ring.expect_bytes(at, T::TileVt::kBytes);
+      T::TileVt::load(args.v, smem.vt_ring.full(at), smem.vt[at.slot],
                       TileCoord<int>{0, kv.head, kv.batch}, CacheHint::kEvictLast, n_block * T::kN);
     } else {
-      smem.v_ring.wait_empty(v_at);
-      smem.v_ring.expect_bytes(v_at, T::TileKV::kBytes);
-      T::TileKV::load(args.v, smem.v_ring.full(v_at), smem.v[v_at.slot],
+      smem.v_ring.wait_empty(at);
+      smem.v_ring.expect_bytes(at, T::TileKV::kBytes);
+      T::TileKV::load(args.v, smem.v_ring.full(at), smem.v[at.slot],
                       TileCoord<int>{n_block * T::kN, kv.head, kv.batch}, CacheHint::kEvictLast);
     }
-    v_at.advance();
   }
 };
 
@@ -128,16 +140,15 @@ struct Fp8Transposer {
   Fp8Args<Row> const& args;
   Fp8Smem<Row>& smem;
   int const warp;  // 0 .. kTransposerWarps - 1
-  typename Ring<T::kKvSlots>::Cursor at;
-  Ring<2>::Cursor tile_at;
+  int num_blocks;  // turned around so far; a cursor of its own for each ring would be spilled
 
   CUTLASS_DEVICE void run() {
-    while (true) {
+    for (int num_tiles = 0;; ++num_tiles) {
+      Ring<2>::Cursor const tile_at = Ring<2>::after(num_tiles);
       smem.tile_ring.wait_full(tile_at);
       int const block = smem.tiles[tile_at.slot].block;
       __syncwarp();  // nothing else keeps the lanes of these warps together
       smem.tile_ring.release(tile_at);
-      tile_at.advance();
       if (block == kNoMoreFp8Tiles) break;
       if (args.v_transposed) continue;
       BlockRange const blocks = args.mask().template key_blocks<T::kM, T::kN>(block * T::kM);
@@ -148,6 +159,7 @@ struct Fp8Transposer {
 
  private:
   CUTLASS_DEVICE void transpose_block() {
+    auto const at = Ring<T::kKvSlots>::after(num_blocks++);
     smem.v_ring.wait_full(at);
     smem.vt_ring.wait_empty(at);
     __syncwarp();
@@ -165,7 +177,6 @@ struct Fp8Transposer {
     __syncwarp();
     smem.v_ring.release(at);
     smem.vt_ring.commit_warp(at);
-    at.advance();
   }
 };
 

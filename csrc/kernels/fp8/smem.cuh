@@ -9,7 +9,7 @@ namespace flash3 {
 // Scales of a key block, beside its K: those of V are needed with the scores, before V is.
 template <int kGroups>
 struct KeyScales {
-  float k[kGroups], v[kGroups];
+  float k[kGroups], v_log2[kGroups];
 };
 
 template <class Row>

@@ -1,5 +1,5 @@
 // Online softmax over scores that one scale per 64 keys turns into numbers, with probabilities
-// scaled for e4m3. As forward/softmax.cuh, but the running maximum is that of the scaled scores.
+// scaled for e4m3.
 #pragma once
 
 #include "forward/softmax.cuh"
@@ -10,32 +10,35 @@ namespace flash3 {
 // below 2^-18 instead of 2^-10 (half its smallest subnormal). The factor cancels in O / sum.
 inline constexpr float kLog2ProbabilityScale = 8.f;
 
+// A row's reference follows its maximum only when that has grown by more than this, so that most
+// steps leave O as it is. 2^(8 + kLog2Slack) is still below 448.
+inline constexpr float kLog2Slack = 0.75f;
+
 template <int kGroups>
 struct ScaledSoftmax {
   static constexpr int kRows = 2;
 
-  float row_max[kRows];  // of the scaled scores, log2 domain
-  float row_sum[kRows];  // this lane's share, times 2^8
+  float reference[kRows];  // of the exponents: a scaled score near the largest, log2 domain
+  float row_sum[kRows];    // this lane's share, times 2^8
 
   CUTLASS_DEVICE ScaledSoftmax() {
     CUTLASS_PRAGMA_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      row_max[r] = -INFINITY;
+      reference[r] = -INFINITY;
       row_sum[r] = 0.f;
     }
   }
 
-  // Turns raw scores into 2^8 times the probabilities relative to the running maximum, in place;
-  // `scale_log2` (of each group of keys) is positive or NaN.
+  // Turns raw scores into 2^(8 + shift) times the probabilities relative to the reference, in
+  // place. Each group of keys has a `scale_log2`, positive or NaN, and a `shift`, at most 0 or NaN.
   template <class Scores>
   CUTLASS_DEVICE void step(Scores& scores, float const (&scale_log2)[kGroups],
-                           float (&correction)[kRows]) {
+                           float const (&shift)[kGroups], float (&correction)[kRows]) {
     constexpr int kColumns = decltype(size<1>(scores))::value / kGroups;
     float bias[kRows];
     CUTLASS_PRAGMA_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      float const previous = row_max[r];
-      float current = previous;
+      float current = -INFINITY;
       CUTLASS_PRAGMA_UNROLL
       for (int g = 0; g < kGroups; ++g) {
         float raw = -INFINITY;
@@ -44,23 +47,35 @@ struct ScaledSoftmax {
         current = fmaxf(current, raw * scale_log2[g]);
       }
       current = quad_reduce(current, [](float a, float b) { return fmaxf(a, b); });
-      row_max[r] = current;
-      float const maximum = current == -INFINITY ? 0.f : current;  // no key seen yet
-      bias[r] = kLog2ProbabilityScale - maximum;
-      correction[r] = exp2f(previous - maximum);
+      float const previous = reference[r];
+      reference[r] = current > previous + kLog2Slack ? current : previous;
+      float const finite = reference[r] == -INFINITY ? 0.f : reference[r];  // no key seen yet
+      bias[r] = kLog2ProbabilityScale - finite;
+      correction[r] = exp2f(previous - finite);
     }
     CUTLASS_PRAGMA_UNROLL
-    for (int r = 0; r < kRows; ++r) {
+    for (int g = 0; g < kGroups; ++g) {
       CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < size<1>(scores); ++j) {
-        scores(r, j) = exp2f(scores(r, j) * scale_log2[j / kColumns] + bias[r]);
+      for (int r = 0; r < kRows; ++r) {
+        float const group_bias = bias[r] + shift[g];
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = g * kColumns; j < (g + 1) * kColumns; ++j) {
+          scores(r, j) = exp2f(scores(r, j) * scale_log2[g] + group_bias);
+        }
       }
     }
     CUTLASS_PRAGMA_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      row_sum[r] *= correction[r];
+    for (int r = 0; r < kRows; ++r) row_sum[r] *= correction[r];
+    CUTLASS_PRAGMA_UNROLL
+    for (int g = 0; g < kGroups; ++g) {
+      float const shift_back = exp2f(-shift[g]);
       CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < size<1>(scores); ++j) row_sum[r] += scores(r, j);
+      for (int r = 0; r < kRows; ++r) {
+        float sum = scores(r, g * kColumns);
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = g * kColumns + 1; j < (g + 1) * kColumns; ++j) sum += scores(r, j);
+        row_sum[r] += sum * shift_back;
+      }
     }
   }
 
@@ -71,32 +86,30 @@ struct ScaledSoftmax {
       float const sum = quad_reduce(row_sum[r], [](float a, float b) { return a + b; });
       bool const empty = sum == 0.f;
       inverse_sum[r] = empty ? 0.f : 1.f / sum;
-      lse[r] = empty ? -INFINITY : (row_max[r] + (log2f(sum) - kLog2ProbabilityScale)) * kLn2;
+      lse[r] = empty ? -INFINITY : (reference[r] + (log2f(sum) - kLog2ProbabilityScale)) * kLn2;
     }
   }
 };
 
-// The scales of V cost nothing in the loop: O is kept in units of the scale of the block that was
-// added last, and the factor by which a step rescales O anyway moves it on to the next unit.
+// Scales of V cost next to nothing: O is kept in units of the largest so far, and a smaller one
+// shifts the exponents of its keys' probabilities.
 template <int kGroups>
 struct ValueUnits {
-  float unit = 0.f;     // of O at this point
-  float largest = 0.f;  // scale so far
+  float unit_log2 = -INFINITY;
 
-  // Moves on to a block with the scales `v`. Returns the factor for O; `ratio` is what each group's
-  // probabilities must be multiplied by, 1 where all groups share their scale.
-  CUTLASS_DEVICE float advance(float const (&v)[kGroups], float (&ratio)[kGroups]) {
-    constexpr float kSmallest = 0x1p-100f;  // a unit must not be 0
-    constexpr float kRange = 0x1p-40f;      // nor so small that O in such units overflows
-    float next = v[0];
+  // Moves on to a block with the scales 2^v_log2, and returns the factor for O.
+  CUTLASS_DEVICE float advance(float const (&v_log2)[kGroups], float (&shift)[kGroups]) {
+    constexpr float kSmallest = -64.f;  // then P rounds to 0, and the sum of P still holds it
+    float next = unit_log2;
     CUTLASS_PRAGMA_UNROLL
-    for (int g = 1; g < kGroups; ++g) next = fmaxf(next, v[g]);
-    largest = fmaxf(largest, next);
-    next = fmaxf(next, fmaxf(largest * kRange, kSmallest));
+    for (int g = 0; g < kGroups; ++g) next = fmaxf(next, v_log2[g]);
     CUTLASS_PRAGMA_UNROLL
-    for (int g = 0; g < kGroups; ++g) ratio[g] = v[g] == next ? 1.f : v[g] / next;
-    float const factor = unit == next ? 1.f : unit / next;
-    unit = next;
+    for (int g = 0; g < kGroups; ++g) {
+      float const below = v_log2[g] - next;
+      shift[g] = below < kSmallest ? kSmallest : below;  // NaN stays
+    }
+    float const factor = exp2f(unit_log2 - next);
+    unit_log2 = next;
     return factor;
   }
 };

@@ -26,8 +26,9 @@ struct Fp8Traits {
   static constexpr int kTransposerWarps = kWarpsPerWarpgroup - 1;  // of the producer warpgroup
   static constexpr int kThreads = (kMmaWarpgroups + 1) * kThreadsPerWarpgroup;
   // The transposers need more than a thread that only loads.
-  static constexpr RegisterBudget kRegisters =
-      kMmaWarpgroups == 3 ? RegisterBudget{56, 152} : RegisterBudget{56, 224};
+  static constexpr RegisterBudget kRegisters = kMmaWarpgroups == 3 ? RegisterBudget{56, 152}
+                                               : kHeadDim > 128    ? RegisterBudget{40, 232}
+                                                                   : RegisterBudget{56, 224};
   static_assert(fits_launch(kRegisters, kMmaWarpgroups));
   static_assert(kM == 64 * kMmaWarpgroups, "one 64-row accumulator per warpgroup");
   static_assert(kN % kScaleGroup == 0, "a group of keys has one scale");
