@@ -4,6 +4,8 @@ Entries are N(0, 1) + N(0, 100) * Bernoulli(0.001), the experiment of the paper 
 N(0, 1) with a few channels times 50, as activations have them.
 """
 
+import math
+
 import pytest
 import torch
 from attention_math import attention_math, seen_keys
@@ -53,7 +55,7 @@ def test_experiment_of_the_paper(head_dim, granularity, hadamard, causal):
 
 
 def spec(q, k, v, causal, granularity, hadamard):
-    """What rounding q, k, v and, with the factor 2^8 of the kernels, P to e4m3 leaves of out; float32 otherwise."""
+    """What rounding q, k, v and P to e4m3 leaves of out: the kernels' online softmax, in float32, 128 keys a step."""
     x = fp8.quantize_qkv(q, k, v, granularity=granularity, hadamard=hadamard, transpose_v=False)
     descales, block = (x.q_descale, x.k_descale, x.v_descale), x.block
     if granularity != "block":
@@ -61,14 +63,22 @@ def spec(q, k, v, causal, granularity, hadamard):
             fp8._per_block(d, t, k.shape[2]) for d, t in zip(descales, (q, k, k), strict=True)
         ]
     q, k, v = (
-        reference_fp8.dequantize(t, d, block).float()
+        reference_fp8.dequantize(t, d, block).float().transpose(1, 2)
         for t, d in zip((x.q, x.k, x.v), descales, strict=True)
     )
-    scores = torch.einsum("bihd,bjhd->bhij", q * q.shape[-1] ** -0.5, k)
-    scores.masked_fill_(~seen_keys(q.shape[1], k.shape[1], causal, device="cuda"), -torch.inf)
-    probs = torch.exp(scores - scores.amax(-1, keepdim=True)) * 256
-    rounded = probs.to(torch.float8_e4m3fn).float()
-    return torch.einsum("bhij,bjhd->bihd", rounded / probs.sum(-1, keepdim=True), v)
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 * math.log2(math.e))
+    scores.masked_fill_(~seen_keys(q.shape[2], k.shape[2], causal, device="cuda"), -torch.inf)
+    out, total = torch.zeros_like(q), torch.zeros_like(q[..., :1])
+    reference = torch.full_like(total, -torch.inf)
+    for keys in torch.arange(k.shape[2], device="cuda").split(128):
+        largest = scores[..., keys].amax(-1, keepdim=True)
+        moved = torch.where(largest > reference + 0.75, largest, reference)
+        correction = torch.exp2(reference - moved)
+        reference = moved
+        probs = torch.exp2(scores[..., keys] - reference + 8)
+        out = out * correction + probs.to(torch.float8_e4m3fn).float() @ v[:, :, keys]
+        total = total * correction + probs.sum(-1, keepdim=True)
+    return (out / total).transpose(1, 2)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

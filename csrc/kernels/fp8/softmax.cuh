@@ -10,15 +10,16 @@ namespace flash3 {
 // below 2^-18 instead of 2^-10 (half its smallest subnormal). The factor cancels in O / sum.
 inline constexpr float kLog2ProbabilityScale = 8.f;
 
-// A row's reference follows its maximum only when that has grown by more than this, so that most
-// steps leave O as it is. 2^(8 + kLog2Slack) is still below 448.
+// A row's reference follows the largest exponent only when that has grown by more than this, so
+// that most steps leave O as it is. 2^(8 + kLog2Slack) is still below 448. When it does follow, the
+// largest P becomes 2^8, which e4m3 holds exactly: a key with most of the weight loses nothing.
 inline constexpr float kLog2Slack = 0.75f;
 
 template <int kGroups>
 struct ScaledSoftmax {
   static constexpr int kRows = 2;
 
-  float reference[kRows];  // of the exponents: a scaled score near the largest, log2 domain
+  float reference[kRows];  // of the exponents: near the largest of them, log2 domain
   float row_sum[kRows];    // this lane's share, times 2^8
 
   CUTLASS_DEVICE ScaledSoftmax() {
@@ -29,8 +30,9 @@ struct ScaledSoftmax {
     }
   }
 
-  // Turns raw scores into 2^(8 + shift) times the probabilities relative to the reference, in
-  // place. Each group of keys has a `scale_log2`, positive or NaN, and a `shift`, at most 0 or NaN.
+  // Turns raw scores into 2^(8 + exponent - reference), in place; a raw score's exponent is itself
+  // times the `scale_log2`, positive or NaN, plus the `shift`, at most 0 or NaN, of its group of
+  // keys.
   template <class Scores>
   CUTLASS_DEVICE void step(Scores& scores, float const (&scale_log2)[kGroups],
                            float const (&shift)[kGroups], float (&correction)[kRows]) {
@@ -44,7 +46,7 @@ struct ScaledSoftmax {
         float raw = -INFINITY;
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < kColumns; ++j) raw = fmaxf(raw, scores(r, g * kColumns + j));
-        current = fmaxf(current, raw * scale_log2[g]);
+        current = fmaxf(current, raw * scale_log2[g] + shift[g]);
       }
       current = quad_reduce(current, [](float a, float b) { return fmaxf(a, b); });
       float const previous = reference[r];
