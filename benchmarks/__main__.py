@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from . import compare, fp8, report
+from . import compare, features, fp8, report
 from .baselines import find_implementations
 from .builds import command as builds
 from .machine import describe_machine, gpu_state
@@ -231,6 +231,16 @@ def write(args, result: dict, found) -> None:
     print("\nWritten: " + ", ".join(map(str, written)))
 
 
+def fill(args, made: dict[str, str]) -> int:
+    """Prints the blocks, or fills the markers of --readme with them."""
+    if args.readme is None:
+        print("\n\n".join(made.values()))
+        return 0
+    filled = report.update_file(args.readme, {args.prefix + name: x for name, x in made.items()})
+    print(f"Filled in {args.readme}: {', '.join(filled)}")
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     if args.command in ("builds", "fp8"):
@@ -246,16 +256,15 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    if result["command"] in ("fp8", "features"):
+        made = features.blocks(result) if "rows" in result else fp8.blocks(result, targets or {})
+        return fill(args, made)
     found = compare.standings(result["cells"], targets) if targets is not None else None
     print(report.render(result, found))
     if args.out:
         write(args, result, found)
     if args.command == "report":
-        if args.readme:
-            made = {args.prefix + name: x for name, x in report.blocks(result, found).items()}
-            filled = report.update_file(args.readme, made)
-            print(f"Filled in {args.readme}: {', '.join(filled)}")
-        return 0
+        return fill(args, report.blocks(result, found)) if args.readme else 0
     return 1 if failed(result) else 0
 
 

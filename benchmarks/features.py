@@ -140,6 +140,13 @@ def table(rows: list[dict], names: list[str]) -> str:
     return markdown_table(header, lines)
 
 
+def blocks(result: dict) -> dict[str, str]:
+    """The table for a README, of those who computed any shape."""
+    rows = result["rows"]
+    names = [n for n in PEERS if any("tflops" in row["results"].get(n, {}) for row in rows)]
+    return {"features": table(rows, names)}
+
+
 def notes(rows: list[dict]) -> list[str]:
     """What did not run, and why."""
     found = {

@@ -214,6 +214,33 @@ def render(result: dict, found: list[Fp8Standing]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+SHORT = {
+    "fp8": "float8",
+    "fp8_natural": "float8, v as it is",
+    "fp8_call": "from bfloat16",
+    "flash3": "our bfloat16",
+}
+
+
+def blocks(result: dict, targets: dict[tuple, dict]) -> dict[str, str]:
+    """The table for a README: a line for each implementation, a column for each length."""
+    lengths = sorted({cell["seqlen"] for cell in result["cells"]})
+    found = {id(s.cell): s.value for s in standings(result, targets)}
+    groups: dict[str, dict[int, dict]] = {}
+    for cell in result["cells"]:
+        title = f"d{cell['head_dim']} {'causal' if cell['causal'] else 'full'}"
+        groups.setdefault(title, {})[cell["seqlen"]] = cell
+    rows = []
+    for title, cells in groups.items():
+        for name, label in SHORT.items():
+            timed = [cells[n]["results"].get(name, {}).get("tflops") for n in lengths]
+            rows.append([f"{title}: {label}", *("n/a" if t is None else f"{t:.0f}" for t in timed)])
+        values = [found.get(id(cells[n])) for n in lengths]
+        rows.append([f"{title}: standing", *("n/a" if v is None else f"{v:.2f}" for v in values)])
+    header = ["Float8 forward, TFLOP/s; seqlen", *map(seqlen_title, lengths)]
+    return {"fp8": markdown_table(header, rows)}
+
+
 def plot(result: dict, path) -> None:
     """TFLOP/s over error: one panel for each head_dim and mask, a point for each length."""
     import matplotlib

@@ -40,7 +40,8 @@ def max_error(x: Tensor, right: Tensor) -> float:
 def noise_of_rounded_out(right: Result, inputs: Inputs, sink: Tensor) -> dict[str, float]:
     rounding = torch.finfo(inputs.q.dtype).eps / 2 / 3**0.5
     dpsum = rounding * (inputs.dout.double() * right.out).norm(dim=-1)  # (..., sq, hq)
-    sink_weight = torch.exp(sink.double() - right.lse.mT)
+    # Rows that no packed sequence uses have lse -inf, and no sink.
+    sink_weight = torch.exp(sink.double() - right.lse.mT).masked_fill(right.lse.mT.isneginf(), 0.0)
     of_keys = max_abs(dpsum * (1 - sink_weight)) * inputs.q.shape[-1] ** -0.5
     of_sink = (dpsum * sink_weight).flatten(0, -2).norm(dim=0)
     return {

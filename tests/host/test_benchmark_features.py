@@ -105,3 +105,11 @@ def test_bad_arguments(options, message, capsys):
     with pytest.raises(SystemExit):
         features.parse(options.split())
     assert message in capsys.readouterr().err
+
+
+def test_report_leaves_out_who_computed_nothing():
+    timed = {"ms_median": 2.0, "tflops": 100.0}
+    results = {"flash3": timed, "plain": timed, "fa3": {"cannot": "windows"}}
+    rows = [{"shape": "window", "mode": "fwd", "results": results}]
+    made = features.blocks({"command": "features", "rows": rows})["features"]
+    assert "official FA3" not in made and "window, fwd" in made and "1.00" in made

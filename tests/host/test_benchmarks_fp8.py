@@ -86,3 +86,16 @@ def test_the_command_needs_a_gpu(capsys):
         pytest.skip("a GPU is there")
     assert main(["fp8"]) == 2
     assert "GPU" in capsys.readouterr().err
+
+
+def test_report_fills_a_readme(tmp_path):
+    result, _ = made_up_result(1.25)
+    stored, readme = tmp_path / "fp8.json", tmp_path / "README.md"
+    stored.write_text(json.dumps({**result, "command": "fp8"}))
+    readme.write_text("<!-- bench:fp8 -->\n<!-- /bench:fp8 -->\n")
+    assert main(["report", str(stored), "--compare", str(TARGETS), "--readme", str(readme)]) == 0
+    lines = readme.read_text().splitlines()
+    assert {line.count("|") for line in lines if line.startswith("|")} == {8}
+    standings = [line for line in lines if "d256 causal: standing" in line]
+    assert len(standings) == 1 and standings[0].count("1.25") == 6
+    assert any("d64 full: our bfloat16" in line and "n/a" in line for line in lines)
