@@ -89,8 +89,13 @@ struct FwdConsumer {
       float const softcap = args.limits.softcap;
       if (softcap == 0.f) return;
       float const scale = softcap_argument_scale(args.softmax_scale, softcap);
+      // With wide heads ptxas serialises the GEMMs around the multiply-adds (C7520), and the GEMMs
+      // take longer than the exponentials anyway.
+      constexpr bool kReciprocalByFma = T::kHeadDim <= 128;
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < size(scores); ++i) scores(i) = tanh_from_log2(scores(i) * scale);
+      for (int i = 0; i < size(scores); ++i) {
+        scores(i) = tanh_from_log2<kReciprocalByFma>(scores(i) * scale);
+      }
     }
   }
 
