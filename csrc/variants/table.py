@@ -162,7 +162,7 @@ BACKWARD += [
 # fmt: off
 FP8: list[Fwd] = [
     _fp8( 64, "full",   m=192, n=128, kv_stages=2, q_stages=2, mma_warpgroups=3, pingpong=True,  dynamic_schedule=False, why="E023"),
-    _fp8( 64, "causal", m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, pingpong=True,  dynamic_schedule=True,  why="E023"),
+    _fp8( 64, "causal", m=192, n=128, kv_stages=2, q_stages=2, mma_warpgroups=3, pingpong=False, dynamic_schedule=True,  why="E026"),
     _fp8(128, "full",   m=128, n=192, kv_stages=2, q_stages=2, mma_warpgroups=2, pingpong=True,  dynamic_schedule=False, why="E026"),
     _fp8(128, "causal", m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, pingpong=False, dynamic_schedule=True,  why="E023"),
     _fp8(256, "full",   m=128, n=128, kv_stages=2, q_stages=1, mma_warpgroups=2, pingpong=True,  dynamic_schedule=False, why="E026", overlap=False),
