@@ -1,7 +1,7 @@
 """A few small calls of every built row, forward and backward, for a run under compute-sanitizer:
 
     compute-sanitizer --tool memcheck  python tests/gpu/sanitize.py
-    compute-sanitizer --tool synccheck python tests/gpu/sanitize.py
+    compute-sanitizer --tool synccheck python tests/gpu/sanitize.py --rows fwd_
     compute-sanitizer --tool racecheck python tests/gpu/sanitize.py --rows hd64
 
 Exits with 1 if a result is not finite. PYTORCH_NO_CUDA_MEMORY_CACHING=1 lets memcheck see the bounds of every tensor;
