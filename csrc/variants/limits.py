@@ -27,14 +27,18 @@ DS_STAGES = 2  # slots for dS, kDsSlots of backward/traits.cuh
 # Registers of a consumer thread after setmaxnreg, by consumer warpgroups: kRegisters of the traits.cuh.
 CONSUMER_REGISTERS = {Fwd: {1: 232, 2: 232, 3: 160}, Bwd: {1: 240, 2: 240, 3: 160}}
 FP8_CONSUMER_REGISTERS = {2: 224, 3: 152}  # their producer warpgroups also transpose V
+FP8_WIDE_CONSUMER_REGISTERS = 232  # head_dim above 128, two warpgroups
 # Row statistics, addresses, barrier phases: what a mainloop keeps beside its accumulators.
 OTHER_REGISTERS = 24
 
 
 def consumer_registers(row: Fwd | Bwd) -> int | None:
     """Registers that a consumer thread of the row has; None for a count of warpgroups that no kernel has."""
-    budgets = FP8_CONSUMER_REGISTERS if is_fp8(row) else CONSUMER_REGISTERS[type(row)]
-    return budgets.get(row.mma_warpgroups)
+    if not is_fp8(row):
+        return CONSUMER_REGISTERS[type(row)].get(row.mma_warpgroups)
+    if row.mma_warpgroups == 2 and row.key.head_dim > 128:
+        return FP8_WIDE_CONSUMER_REGISTERS
+    return FP8_CONSUMER_REGISTERS.get(row.mma_warpgroups)
 
 
 class LimitError(ValueError):
