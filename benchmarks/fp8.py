@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 import flash3
-from flash3 import ops_fp8, reference
+from flash3 import checks_fp8, ops_fp8, reference
 from flash3.reference_fp8 import BLOCK, E4M3
 
 from .compare import CELL_KEY, geometric_mean, load_targets
@@ -27,6 +27,7 @@ NAMES = {
     "fp8": "fp8, block scales",
     "fp8_natural": "fp8, V transposed in the kernel",
     "fp8_unscaled": "fp8, no scales",
+    "fp8_two_level": "fp8, sums of P V in two levels",
     "fp8_call": "fp8 from bf16, with quantiser",
     "quantize": "quantiser alone",
     "flash3": "bf16",
@@ -79,18 +80,25 @@ def make_calls(cell: Cell, values: dict) -> dict:
     q, k, v = (values[name] for name in "qkv")
     causal, scale = cell.causal, cell.head_dim**-0.5
 
-    def attend(stored, transposed: bool, scaled: bool = True):
-        descales = stored[3:] if scaled else (None,) * 3
+    def attend(stored, transposed: bool, scaled: bool = True, promote_every: int = 0):
+        descales, softmax_scale = stored[3:], scale
+        if not scaled:  # scores of the same size, or the softmax has other work to do
+            softmax_scale *= (descales[0].mean() * descales[1].mean()).item()
+            descales = (None,) * 3
         return lambda: ops_fp8.fp8_fwd(
-            *stored[:3], *descales, BLOCK_ROWS, BLOCK_ROWS, BLOCK_ROWS, scale, 1.0, causal,
-            transposed, q.dtype, 0,
+            *stored[:3], *descales, BLOCK_ROWS, BLOCK_ROWS, BLOCK_ROWS, softmax_scale, 1.0, causal,
+            transposed, q.dtype, promote_every,
         )[0]  # fmt: skip
 
     transposed, natural = (quantize(q, k, v, transpose_v) for transpose_v in (True, False))
+    two_level = {}
+    if cell.head_dim <= checks_fp8.TWO_LEVEL_HEAD_DIM:
+        two_level["fp8_two_level"] = attend(transposed, True, promote_every=1)
     return {
         "fp8": attend(transposed, True),
         "fp8_natural": attend(natural, False),
         "fp8_unscaled": attend(transposed, True, scaled=False),
+        **two_level,
         "fp8_call": lambda: flash3.flash_attn_fp8_func(q, k, v, causal=causal),
         "quantize": lambda: quantize(q, k, v, True),
         "flash3": lambda: flash3.flash_attn_func(q, k, v, causal=causal),
@@ -169,12 +177,12 @@ def speed_rows(cells: list[dict], found: dict[int, float | None]) -> list[list[s
     for cell in cells:
         results = cell["results"]
         row = [seqlen_title(cell["seqlen"])]
-        for name in ("fp8", "fp8_natural", "fp8_unscaled", "fp8_call", "flash3"):
+        for name in ("fp8", "fp8_natural", "fp8_unscaled", "fp8_two_level", "fp8_call", "flash3"):
             timed = results.get(name, {})
             row.append(f"{timed['tflops']:.0f}" if "tflops" in timed else "n/a")
         quantised = results.get("quantize", {})
         row.append(f"{quantised['tbps']:.2f}" if "tbps" in quantised else "n/a")
-        for name in ("fp8", "flash3"):
+        for name in ("fp8", "fp8_two_level", "flash3"):
             error = results.get(name, {}).get("relative_error")
             row.append("n/a" if error is None else f"{100 * error:.2f} %")
         value = found.get(id(cell))
@@ -184,8 +192,8 @@ def speed_rows(cells: list[dict], found: dict[int, float | None]) -> list[list[s
 
 
 HEADER = [
-    "seqlen", "fp8", "V natural", "no scales", "from bf16", "bf16", "quantiser, TB/s", "error fp8",
-    "error bf16", "standing",
+    "seqlen", "fp8", "V natural", "no scales", "two levels", "from bf16", "bf16", "quantiser, TB/s", "error fp8",
+    "two levels", "error bf16", "standing",
 ]  # fmt: skip
 
 
