@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import compare, fp8
+from benchmarks import compare, fp8, fp8_growth
 from benchmarks.__main__ import main
 from benchmarks.runner import Settings
 from benchmarks.shapes import Cell, grid
@@ -99,3 +99,15 @@ def test_report_fills_a_readme(tmp_path):
     standings = [line for line in lines if "d256 causal: standing" in line]
     assert len(standings) == 1 and standings[0].count("1.25") == 6
     assert any("d64 full: our bfloat16" in line and "n/a" in line for line in lines)
+
+
+def test_growth_of_the_error(tmp_path, capsys):
+    arguments = ["--head-dims", "16,144", "--keys", "64,256", "--device", "cpu"]
+    assert fp8_growth.main([*arguments, "--out", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "fp8-growth.json").read_text())["rows"]
+    assert all(0.01 < row["error"] < 0.1 for row in rows)
+    ways = [(row["head_dim"], row["promote_every"]) for row in rows]
+    assert ways == [(16, 0), (16, 1)] * 2 + [(144, 0)] * 2
+    text = (tmp_path / "fp8-growth.md").read_text()
+    assert "d16, two levels" in text and "d144, two levels" not in text
+    assert text.strip() in capsys.readouterr().out
