@@ -257,8 +257,11 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if result["command"] in ("fp8", "features"):
-        made = features.blocks(result) if "rows" in result else fp8.blocks(result, targets or {})
-        return fill(args, made)
+        if args.out:
+            print(f"error: --out: of a grid alone, not of {result['command']}", file=sys.stderr)
+            return 2
+        is_fp8 = result["command"] == "fp8"
+        return fill(args, fp8.blocks(result, targets or {}) if is_fp8 else features.blocks(result))
     found = compare.standings(result["cells"], targets) if targets is not None else None
     print(report.render(result, found))
     if args.out:

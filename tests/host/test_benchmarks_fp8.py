@@ -99,6 +99,7 @@ def test_report_fills_a_readme(tmp_path):
     standings = [line for line in lines if "d256 causal: standing" in line]
     assert len(standings) == 1 and standings[0].count("1.25") == 6
     assert any("d64 full: our bfloat16" in line and "n/a" in line for line in lines)
+    assert main(["report", str(stored), "--out", str(tmp_path)]) == 2
 
 
 def test_growth_of_the_error(tmp_path, capsys):
