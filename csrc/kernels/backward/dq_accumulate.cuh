@@ -31,13 +31,17 @@ CUTLASS_DEVICE int dq_warp_row(int consumer_thread) {
 template <int kFloatsPerThread, class Fragment>
 CUTLASS_DEVICE void add_to_dq_accum(float* block_sum, Fragment const& dq, int consumer_thread) {
   static_assert(decltype(size(dq.layout()))::value == kFloatsPerThread);
-  CUTLASS_PRAGMA_UNROLL
-  for (int g = 0; g < kFloatsPerThread / 4; ++g) {
-    float* const address = block_sum + dq_accum_offset<kFloatsPerThread>(consumer_thread, g);
-    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address),
-                 "f"(dq(4 * g)), "f"(dq(4 * g + 1)), "f"(dq(4 * g + 2)), "f"(dq(4 * g + 3))
+  // One address and constants from it: addresses of their own would take registers until the
+  // reductions have left the SM, which is hundreds of cycles later.
+  float* const first = block_sum + dq_accum_offset<kFloatsPerThread>(consumer_thread, 0);
+  for_each(make_int_sequence<kFloatsPerThread / 4>{}, [&](auto group) {
+    constexpr int g = decltype(group)::value;
+    constexpr int kOffset = g * kThreadsPerWarpgroup * 4 * int(sizeof(float));
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0 + %5], {%1, %2, %3, %4};" ::"l"(first),
+                 "f"(dq(4 * g)), "f"(dq(4 * g + 1)), "f"(dq(4 * g + 2)), "f"(dq(4 * g + 3)),
+                 "n"(kOffset)
                  : "memory");
-  }
+  });
 }
 
 }  // namespace flash3
