@@ -57,7 +57,8 @@ py::dict to_dict(FwdTile const& tile) {
   return py::dict("m"_a = tile.m, "n"_a = tile.n, "kv_stages"_a = tile.kv_stages,
                   "q_stages"_a = tile.q_stages, "mma_warpgroups"_a = tile.mma_warpgroups,
                   "pingpong"_a = tile.pingpong, "dynamic_schedule"_a = tile.dynamic_schedule,
-                  "overlap"_a = tile.overlap, "two_level"_a = tile.two_level);
+                  "guesses"_a = tile.guesses, "overlap"_a = tile.overlap,
+                  "two_level"_a = tile.two_level);
 }
 
 py::dict to_dict(BwdTile const& tile) {

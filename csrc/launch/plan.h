@@ -32,6 +32,8 @@ struct FwdTile {
   int mma_warpgroups;
   bool pingpong;          // warpgroups take turns to issue their GEMMs
   bool dynamic_schedule;  // tiles are handed out by an atomic counter instead of a fixed stride
+  // 16-bit rows: P relative to earlier blocks' maxima, a block's own only where it outgrew them.
+  bool guesses = false;
   // e4m3 rows: whether softmax runs under P V of its own warpgroup, for which P of the block before
   // must stay in registers beside S and O; else it runs under the other warpgroups' GEMMs alone.
   bool overlap = true;

@@ -148,6 +148,10 @@ def problems(row: Fwd | Bwd) -> list[str]:
         expected = WARPGROUP_ROWS * row.mma_warpgroups
         require(row.m == expected, f"m {row.m} is not 64 * mma_warpgroups = {expected}")
         stages = (row.q_stages, row.kv_stages)
+        require(
+            not row.guesses or (row.key.mask != "local" and not is_fp8(row)),
+            "guesses, which neither local nor e4m3 rows can",
+        )
     else:
         expected = WARPGROUP_ROWS * row.mma_warpgroups
         require(

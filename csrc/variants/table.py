@@ -56,6 +56,7 @@ class Fwd:
     tag: str = (
         ""  # ends the name: tells tiles of one key apart, those of an experiment or two_level
     )
+    guesses: bool = False  # f16, bf16: P relative to earlier blocks' maxima, checked afterwards
     overlap: bool = True  # e4m3: softmax beside P V of its own warpgroup
     two_level: bool = False  # e4m3: O is summed in fp32 outside the tensor cores
 
@@ -105,16 +106,16 @@ def _bwd(head_dim: int, mask: str, v: int | None = None, **tile) -> list[Bwd]:
 
 # fmt: off
 FORWARD: list[Fwd] = [
-    *_fwd( 64, "full",   m=192, n=128, kv_stages=2, q_stages=2, mma_warpgroups=3, pingpong=True,  dynamic_schedule=False, why="E001"),
-    *_fwd( 64, "causal", m=192, n=128, kv_stages=2, q_stages=2, mma_warpgroups=3, pingpong=True,  dynamic_schedule=True,  why="E014"),
+    *_fwd( 64, "full",   m=192, n=128, kv_stages=3, q_stages=2, mma_warpgroups=3, pingpong=True,  dynamic_schedule=False, guesses=True,  why="E028"),
+    *_fwd( 64, "causal", m=192, n=128, kv_stages=3, q_stages=2, mma_warpgroups=3, pingpong=True,  dynamic_schedule=True,  guesses=True,  why="E028"),
     *_fwd( 64, "local",  m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, pingpong=True,  dynamic_schedule=True,  why="E025"),
-    *_fwd(128, "full",   m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, pingpong=False, dynamic_schedule=False, why="E016"),
-    *_fwd(128, "causal", m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, pingpong=False, dynamic_schedule=True,  why="E016"),
+    *_fwd(128, "full",   m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, pingpong=False, dynamic_schedule=False, guesses=True,  why="E028"),
+    *_fwd(128, "causal", m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, pingpong=False, dynamic_schedule=True,  guesses=True,  why="E028"),
     *_fwd(128, "local",  m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, pingpong=False, dynamic_schedule=True,  why="E025"),
     *_fwd(192, "full",   m=128, n=112, kv_stages=2, q_stages=1, mma_warpgroups=2, pingpong=True,  dynamic_schedule=False, why="E016"),
-    *_fwd(192, "causal", m=128, n=112, kv_stages=2, q_stages=1, mma_warpgroups=2, pingpong=True,  dynamic_schedule=True,  why="E016"),
-    *_fwd(256, "full",   m=128, n=80,  kv_stages=2, q_stages=1, mma_warpgroups=2, pingpong=True,  dynamic_schedule=False, why="E016"),
-    *_fwd(256, "causal", m=128, n=80,  kv_stages=2, q_stages=1, mma_warpgroups=2, pingpong=True,  dynamic_schedule=True,  why="E016"),
+    *_fwd(192, "causal", m=128, n=96,  kv_stages=2, q_stages=1, mma_warpgroups=2, pingpong=True,  dynamic_schedule=True,  why="E027"),
+    *_fwd(256, "full",   m=128, n=64,  kv_stages=2, q_stages=1, mma_warpgroups=2, pingpong=True,  dynamic_schedule=False, why="E027"),
+    *_fwd(256, "causal", m=128, n=64,  kv_stages=2, q_stages=1, mma_warpgroups=2, pingpong=True,  dynamic_schedule=True,  why="E027"),
     *_fwd(256, "local",  m=128, n=80,  kv_stages=2, q_stages=1, mma_warpgroups=2, pingpong=True,  dynamic_schedule=True,  why="E025"),
 ]
 

@@ -97,6 +97,7 @@ def test_row_names_the_experiment_that_chose_it(row):
         (replace(FWD, kv_stages=4), "bytes of shared memory"),
         (replace(FWD, n=256, kv_stages=1), "registers a thread"),
         (replace(FWD, kv_stages=0), "not all at least 1"),
+        (replace(FWD, guesses=True, key=replace(FWD.key, mask="local")), "guesses, which neither"),
         (replace(FWD, m=256, mma_warpgroups=4), "mma_warpgroups 4"),
         (replace(FWD, key=replace(FWD.key, head_dim=80)), "head_dim 80 is not a multiple of 32"),
         (replace(FWD, key=replace(FWD.key, v=72)), "head_dim 72 is not a multiple of 32"),

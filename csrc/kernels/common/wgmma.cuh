@@ -74,6 +74,20 @@ CUTLASS_DEVICE void issue_gemm(Mma& mma, TensorA const& a, TensorB const& b, Ten
   if constexpr (kAInRegisters) warpgroup_fence_operand(const_cast<TensorA&>(a));
 }
 
+// Keeps a following wait for wgmma behind `value`, which is never negative (it may be NaN). ptxas
+// moves such a wait up past arithmetic, but not past an arrival at a barrier, and this one it must
+// take for possible.
+CUTLASS_DEVICE void hold_wait_until_known(float value) {
+  asm volatile(
+      "{\n"
+      "  .reg .pred never;\n"
+      "  setp.lt.f32 never, %0, 0fBF800000;\n"  // value < -1
+      "  @never mbarrier.arrive.shared::cta.b64 _, [%1];\n"
+      "}" ::"f"(value),
+      "r"(0)
+      : "memory");
+}
+
 // A warpgroup's 64 x N fp32 accumulator gives each thread two rows, lane / 4 and lane / 4 + 8 of
 // its warp's 16, and in each 8-column group the columns 2 * (lane % 4) and the next. CuTe's
 // fragment is ((2, 2, N / 8), 1, 1): column in the pair, row, group. This view is (2 rows, N / 4

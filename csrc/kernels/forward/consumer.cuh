@@ -9,6 +9,7 @@
 
 #include "attention/softcap.cuh"
 #include "common/stage_rows.cuh"
+#include "common/warp_gemm.cuh"
 #include "forward/args.cuh"
 #include "forward/smem.cuh"
 #include "forward/softmax.cuh"
@@ -139,6 +140,7 @@ struct FwdConsumer {
       smem.k_ring.release(k_at);
       k_at.advance();
       if (n > first_of_tile) {
+        __syncwarp();  // lanes may leave a wait apart, and turns count whole warps
         await_turn();
         pass_turn();
       }
@@ -203,16 +205,33 @@ struct FwdConsumer {
       auto scores_next = rows_and_columns(s_next);
       cap_scores(scores_next);
       if constexpr (decltype(masked)::value) mask_scores(scores_next, lengths, first_row, n);
-      softmax.step(scores_next, correction);
-      // K could go earlier. Here it holds the wait for P V back until the maxima and a third of the
-      // exponentials are done, all of which run under P V then (E015).
-      smem.k_ring.release_after(correction[1], k_at);
+      if constexpr (T::kGuesses) {
+        float early_sum;
+        bool const fits = softmax.try_step(scores_next, early_sum);
+        hold_wait_until_known(early_sum);  // a third of the exponentials run under P V
+        warpgroup_wait<0>();               // O with block n - 1
+        smem.v_ring.release(v_at);
+        if (__builtin_expect(!fits, false)) {
+          warp_gemm(sQ, warp_row_in_tile(warpgroup), sK(_, _, k_at.slot), scores_next);
+          if constexpr (decltype(masked)::value) mask_scores(scores_next, lengths, first_row, n);
+          softmax.step(scores_next, correction);
+          scale_rows(o, correction);
+        }
+        smem.k_ring.release(k_at);
+        convert(s_next, p_next);
+      } else {
+        softmax.step(scores_next, correction);
+        // K could go earlier. Here it holds the wait for P V back until the maxima and a third of
+        // the exponentials are done, all of which run under P V then (E015).
+        smem.k_ring.release_after(correction[1], k_at);
+        warpgroup_wait<0>();  // O with block n - 1
+        smem.v_ring.release(v_at);
+        convert(s_next, p_next);
+        bool const moved = correction[0] != 1.f || correction[1] != 1.f;
+        if (__any_sync(0xffffffff, moved)) scale_rows(o, correction);
+      }
       k_at.advance();
-      warpgroup_wait<0>();  // O with block n - 1
-      smem.v_ring.release(v_at);
       v_at.advance();
-      convert(s_next, p_next);
-      scale_rows(o, correction);
     };
     auto finish = [&](auto const& p_last) {
       smem.v_ring.wait_full(v_at);

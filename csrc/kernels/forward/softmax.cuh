@@ -1,6 +1,10 @@
 // Online softmax (Milakov and Gimelshein 2018; FlashAttention-2, algorithm 1) over the two rows
-// that a thread owns of a 64-row accumulator. Works in the log2 domain: exp2(s * scale_log2 - max *
-// scale_log2) is one FFMA and one ex2.
+// that a thread owns of a 64-row accumulator. Works in the log2 domain: exp2(s * scale_log2 -
+// reference * scale_log2) is one FFMA and one ex2.
+//
+// A row's reference need not be its maximum: whatever it is, the final division by the row's sum
+// takes it out again. It only has to be near enough for P to be neither lost nor infinite, and each
+// time that it stays O need not be rescaled.
 #pragma once
 
 #include "common/math.cuh"
@@ -15,22 +19,28 @@ CUTLASS_DEVICE float quad_reduce(float x, Op op) {
   return op(x, __shfl_xor_sync(0xffffffff, x, 2));
 }
 
+// A step that knows the maxima moves a row's reference only when P would exceed 2^8 (E027).
+inline constexpr float kLog2RowSlack = 8.f;
+// A step that does not know them accepts that a lane's P of the step add up to this much: half of
+// what fp16 holds (E028).
+inline constexpr float kLargestGuess = 32768.f;
+
 struct OnlineSoftmax {
   static constexpr int kRows = 2;
 
-  float scale_log2;      // softmax_scale * log2(e)
-  float row_max[kRows];  // of the raw scores
-  float row_sum[kRows];  // this lane's share; the quad's total is formed once, at the end
+  float scale_log2;        // softmax_scale * log2(e)
+  float reference[kRows];  // a raw score; -inf before the first key
+  float row_sum[kRows];    // this lane's share; the quad's total is formed once, at the end
 
   CUTLASS_DEVICE explicit OnlineSoftmax(float scale_log2) : scale_log2(scale_log2) {
     CUTLASS_PRAGMA_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      row_max[r] = -INFINITY;
+      reference[r] = -INFINITY;
       row_sum[r] = 0.f;
     }
   }
 
-  // Turns scores into probabilities relative to the running maximum, in place, and reports in
+  // Turns scores into probabilities relative to the references, in place, and reports in
   // `correction` what everything summed before must be multiplied by.
   //
   // Maxima, exponentials, sums, each over both rows and each one plain chain: of this order ptxas
@@ -38,28 +48,29 @@ struct OnlineSoftmax {
   // exponentials. Two chains per row, or a sum of the block's own, end in a slower one (E015).
   template <class Scores>
   CUTLASS_DEVICE void step(Scores& scores, float (&correction)[kRows]) {
-    float max_log2[kRows];
+    float reference_log2[kRows];
     CUTLASS_PRAGMA_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      float const previous = row_max[r];
-      float current = previous;
+      float const previous = reference[r];
+      float largest = previous;
       CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < size<1>(scores); ++j) current = fmaxf(current, scores(r, j));
-      current = quad_reduce(current, [](float a, float b) { return fmaxf(a, b); });
-      row_max[r] = current;
-      // A row that has seen no key yet: -inf minus -inf would be NaN; any finite maximum gives
+      for (int j = 0; j < size<1>(scores); ++j) largest = fmaxf(largest, scores(r, j));
+      largest = quad_reduce(largest, [](float a, float b) { return fmaxf(a, b); });
+      float const current = (largest - previous) * scale_log2 > kLog2RowSlack ? largest : previous;
+      reference[r] = current;
+      // A row that has seen no key yet: -inf minus -inf would be NaN; any finite reference gives
       // exp2(-inf) = 0.
-      float const maximum = current == -INFINITY ? 0.f : current;
-      max_log2[r] = maximum * scale_log2;
-      // The difference first: it is exactly 0 while the maximum stands, and the correction
+      float const finite = current == -INFINITY ? 0.f : current;
+      reference_log2[r] = finite * scale_log2;
+      // The difference first: it is exactly 0 while the reference stands, and the correction
       // exactly 1. Products rounded apart would differ by an ulp, which a long row multiplies up.
-      correction[r] = exp2f((previous - maximum) * scale_log2);
+      correction[r] = exp2f((previous - finite) * scale_log2);
     }
     CUTLASS_PRAGMA_UNROLL
     for (int r = 0; r < kRows; ++r) {
       CUTLASS_PRAGMA_UNROLL
       for (int j = 0; j < size<1>(scores); ++j) {
-        scores(r, j) = exp2f(scores(r, j) * scale_log2 - max_log2[r]);
+        scores(r, j) = exp2f(scores(r, j) * scale_log2 - reference_log2[r]);
       }
     }
     CUTLASS_PRAGMA_UNROLL
@@ -70,15 +81,47 @@ struct OnlineSoftmax {
     }
   }
 
+  // The same without a look at the maxima, so that exponentials begin as soon as scores are there.
+  // False, for the whole warp, where a row has no reference yet or its scores have outgrown it: the
+  // state is then as it was, and the scores are lost. `early_sum` is known when the first row's
+  // exponentials are in part (5/8) done, whose order among themselves ptxas leaves alone.
+  template <class Scores>
+  CUTLASS_DEVICE bool try_step(Scores& scores, float& early_sum) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      float const reference_log2 = reference[r] * scale_log2;
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < size<1>(scores); ++j) {
+        scores(r, j) = exp2f(scores(r, j) * scale_log2 - reference_log2);
+      }
+    }
+    float sum[kRows];
+    bool fits = true;
+    CUTLASS_PRAGMA_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      sum[r] = row_sum[r];
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < size<1>(scores); ++j) {
+        sum[r] += scores(r, j);
+        if (r == 0 && j + 1 == size<1>(scores) * 5 / 8) early_sum = sum[r];
+      }
+      fits &= sum[r] - row_sum[r] <= kLargestGuess;  // relative to -inf: +inf, or NaN
+    }
+    if (!__all_sync(0xffffffff, fits)) return false;
+    CUTLASS_PRAGMA_UNROLL
+    for (int r = 0; r < kRows; ++r) row_sum[r] = sum[r];
+    return true;
+  }
+
   // Ends the rows: `inverse_sum` normalises O (0 for a row without keys), `lse` is the natural
   // log-sum-exp.
   CUTLASS_DEVICE void finish(float (&inverse_sum)[kRows], float (&lse)[kRows]) {
     CUTLASS_PRAGMA_UNROLL
     for (int r = 0; r < kRows; ++r) {
       float const sum = quad_reduce(row_sum[r], [](float a, float b) { return a + b; });
-      bool const empty = sum == 0.f;  // any key adds exp2(0) at the maximum; NaN is not empty
+      bool const empty = sum == 0.f;  // the key of the reference adds exp2(0); NaN is not empty
       inverse_sum[r] = empty ? 0.f : 1.f / sum;
-      lse[r] = empty ? -INFINITY : (row_max[r] * scale_log2 + log2f(sum)) * kLn2;
+      lse[r] = empty ? -INFINITY : (reference[r] * scale_log2 + log2f(sum)) * kLn2;
     }
   }
 };

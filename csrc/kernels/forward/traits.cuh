@@ -64,6 +64,9 @@ struct FwdTraits {
   static constexpr bool kOwnRange = Row::key.mask == MaskKind::kCausal && (kM > kN);
   static constexpr bool kHalfSteps = kOwnRange && kN % 32 == 0;  // a half is whole k steps of P V
   using MmaQKHalf = MmaQKOf<kHalfSteps ? kN / 2 : kN>;
+  // Whether steps go by references as they are, and look at maxima only where that fails (E028).
+  static constexpr bool kGuesses = Row::tile.guesses;
+  static_assert(!(kGuesses && kLocal), "a row may then see its first key in any step");
   // O (m x head_dim_v) += P V: P from registers, V with the reduced extent (keys) as its rows.
   using MmaPV = decltype(make_tiled_mma(
       GMMA::rs_op_selector<Element, Element, float, Shape<Int<kM>, Int<kHeadDimV>, Int<kN>>,
