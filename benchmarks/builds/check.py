@@ -37,12 +37,13 @@ class Shape:
     heads_q: int
     heads_kv: int
     narrower: int = 0
+    growth: int = 1  # forward: the second half of the keys is so many times larger
 
     def __str__(self) -> str:
         narrow = f" d-{self.narrower}" if self.narrower else ""
         return (
             f"b{self.batch} sq{self.seqlen_q} sk{self.seqlen_k} h{self.heads_q}/{self.heads_kv}"
-            f"{narrow}"
+            f"{narrow}{f' k*{self.growth}' if self.growth > 1 else ''}"
         )
 
 
@@ -53,6 +54,8 @@ SHAPES = (
     Shape(1, 2, 1, 1, 1),  # one key: dq and dk are 0
     Shape(1, 700, 300, 2, 1),
     Shape(3, 128, 1024, 6, 3, narrower=8),
+    Shape(2, 900, 1100, 2, 1, growth=8),  # maxima that grow by tens, and by hundreds
+    Shape(2, 900, 1100, 2, 1, growth=100),
     Shape(4, 1030, 515, 16, 4),  # more tiles than SMs: a persistent CTA takes several
 )
 
@@ -88,6 +91,8 @@ def make_problem(row: Row, shape: Shape, device: torch.device) -> tuple[dict, di
         name: torch.randn(size, generator=generator, device=device).to(DTYPES[row.dtype])
         for name, size in sizes.items()
     }
+    if row.mode == "fwd":  # dQ would multiply the rounding of dS by it
+        values["k"][:, shape.seqlen_k // 2 :] *= shape.growth
     q, k, v, dout = (values[name].double() for name in ("q", "k", "v", "dout"))
     scale = head_dim**-0.5
     right = dict(zip(("out", "lse"), attention_forward(q, k, v, scale, row.causal), strict=True))

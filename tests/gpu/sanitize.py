@@ -53,6 +53,8 @@ def call(dtype: torch.dtype, head_dims, mask: str, layout: str, shape, *, backwa
         (batch, seqlen_k, heads_kv, d_v),
     )
     q, k, v = (torch.randn(e, device="cuda").to(dtype).requires_grad_(backward) for e in extents)
+    if not backward:
+        k[:, seqlen_k // 2 :] *= 100  # rows that guess at references look again (E028)
     sink = torch.linspace(-1, 1, heads_q, device="cuda").requires_grad_(backward)
     finite = True
     for deterministic, sinks in ((False, None), (True, sink)):

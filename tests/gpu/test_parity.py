@@ -134,6 +134,22 @@ def test_lse_gradient_alone(head_dim, flash3_rows):
     assert (check(Case(150, 210, head_dim), torch.bfloat16, inputs=inputs).dv == 0).all()
 
 
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("largest", [3, 30, 300])
+@pytest.mark.parametrize("rise", ["at once", "steadily"])
+@pytest.mark.parametrize("case", both_masks([Case(600, 1100), Case(700, 400)]), ids=str)
+def test_scores_outgrow_those_of_earlier_keys(case, rise, largest, head_dim, dtype):
+    """By little, by more than fp16 holds relative to them, and by more than exp2 does; in one block, or in most."""
+    case = case.with_(head_dim=head_dim)
+    inputs = case.inputs(dtype, "cuda")
+    factors = torch.linspace(1, largest, case.seqlen_k, device="cuda")
+    if rise == "at once":
+        factors = torch.where(factors > factors.mean(), float(largest), 1.0)
+    inputs.k.copy_(inputs.k * factors[:, None, None])
+    check(case, dtype, inputs=inputs)
+
+
 @pytest.mark.parametrize("softmax_scale", [0.01, 0.3, 1.0])
 @pytest.mark.parametrize("case", both_masks([Case(130, 190, 64), Case(130, 190, 128)]), ids=str)
 def test_softmax_scale(case, softmax_scale):
