@@ -185,15 +185,16 @@ def problems(row: Fwd | Bwd) -> list[str]:
 
 
 def check(rows: Iterable[Fwd | Bwd], one_row_per_key: bool = True) -> None:
-    """Raise LimitError unless every row can be built, the table is within its budget and no key has two rows.
+    """Raise LimitError unless every row can be built, the table is within its budget and no key has two equal rows.
 
-    Dispatch knows a row by its key alone. With ``one_row_per_key=False`` only the names must differ: rows of an
-    experiment, which are launched by name.
+    Dispatch knows a row by its key and, in the forward, by m, which the number of queries chooses. With
+    ``one_row_per_key=False`` only the names must differ: rows of an experiment, which are launched by name.
     """
     rows = list(rows)
     faults = [f"{row.name}: {'; '.join(found)}" for row in rows if (found := problems(row))]
     keys = [
         f"{type(row).__name__.lower()}_{row.key.suffix}{'_two_level' * sums_twice(row)}"
+        + (f" m {row.m}" if isinstance(row, Fwd) else "")
         if one_row_per_key
         else row.name
         for row in rows

@@ -54,7 +54,7 @@ class Fwd:
     dynamic_schedule: bool
     why: str
     tag: str = (
-        ""  # ends the name: tells tiles of one key apart, those of an experiment or two_level
+        ""  # ends the name: tells tiles of one key apart, of which two_level or the queries choose
     )
     guesses: bool = False  # f16, bf16: P relative to earlier blocks' maxima, checked afterwards
     overlap: bool = True  # e4m3: softmax beside P V of its own warpgroup
@@ -149,6 +149,10 @@ FORWARD += [
     *_fwd( 96, "causal",        m=192, n=112, kv_stages=2, q_stages=2, mma_warpgroups=3, pingpong=True,  dynamic_schedule=True,  why="E022"),
     *_fwd(192, "full",   v=128, m=128, n=128, kv_stages=2, q_stages=1, mma_warpgroups=2, pingpong=True,  dynamic_schedule=False, why="E022"),
     *_fwd(192, "causal", v=128, m=128, n=128, kv_stages=2, q_stages=1, mma_warpgroups=2, pingpong=True,  dynamic_schedule=True,  why="E022"),
+]
+# A second tile of a key, for the numbers of queries that it suits better.
+FORWARD += [
+    *_fwd( 64, "full",          m=128, n=128, kv_stages=3, q_stages=2, mma_warpgroups=2, pingpong=True,  dynamic_schedule=False, guesses=True,  why="E030", tag="m128"),
 ]
 BACKWARD += [
     *_bwd( 96, "full",          m=64,  n=128, q_stages=4, do_stages=2, mma_warpgroups=2, why="E022"),

@@ -171,7 +171,7 @@ def test_filter_selects_rows_by_words(spec, names):
 
 @pytest.mark.parametrize("spec", ["hd512", "f1", "fwd,bwd", ",", "BF16"])
 def test_filter_without_a_match_lists_the_words(spec):
-    words = "bf16, bwd, causal, e4m3, f16, full, fwd, hd128, hd192, hd256, hd64, hd96, local, packed, twolevel, v128"
+    words = "bf16, bwd, causal, e4m3, f16, full, fwd, hd128, hd192, hd256, hd64, hd96, local, m128, packed, twolevel"
     with pytest.raises(generate.FilterError, match=words):
         generate.select(spec)
 
