@@ -147,8 +147,8 @@ BACKWARD += _packed(BACKWARD)
 FORWARD += [
     *_fwd( 96, "full",          m=192, n=112, kv_stages=2, q_stages=2, mma_warpgroups=3, pingpong=True,  dynamic_schedule=False, why="E022"),
     *_fwd( 96, "causal",        m=192, n=112, kv_stages=2, q_stages=2, mma_warpgroups=3, pingpong=True,  dynamic_schedule=True,  why="E022"),
-    *_fwd(192, "full",   v=128, m=128, n=128, kv_stages=2, q_stages=1, mma_warpgroups=2, pingpong=True,  dynamic_schedule=False, why="E022"),
-    *_fwd(192, "causal", v=128, m=128, n=128, kv_stages=2, q_stages=1, mma_warpgroups=2, pingpong=True,  dynamic_schedule=True,  why="E022"),
+    *_fwd(192, "full",   v=128, m=128, n=128, kv_stages=2, q_stages=1, mma_warpgroups=2, pingpong=True,  dynamic_schedule=False, guesses=True,  why="E028"),
+    *_fwd(192, "causal", v=128, m=128, n=128, kv_stages=2, q_stages=1, mma_warpgroups=2, pingpong=True,  dynamic_schedule=True,  guesses=True,  why="E028"),
 ]
 # A second tile of a key, for the numbers of queries that it suits better.
 FORWARD += [

@@ -212,9 +212,11 @@ struct FwdConsumer {
         warpgroup_wait<0>();               // O with block n - 1
         smem.v_ring.release(v_at);
         if (__builtin_expect(!fits, false)) {
-          warp_gemm(sQ, warp_row_in_tile(warpgroup), sK(_, _, k_at.slot), scores_next);
-          if constexpr (decltype(masked)::value) mask_scores(scores_next, lengths, first_row, n);
-          softmax.step(scores_next, correction);
+          if (!softmax.raise_references(scores_next, correction)) {
+            warp_gemm(sQ, warp_row_in_tile(warpgroup), sK(_, _, k_at.slot), scores_next);
+            if constexpr (decltype(masked)::value) mask_scores(scores_next, lengths, first_row, n);
+            softmax.step(scores_next, correction);
+          }
           scale_rows(o, correction);
         }
         smem.k_ring.release(k_at);

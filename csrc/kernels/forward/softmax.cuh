@@ -19,11 +19,12 @@ CUTLASS_DEVICE float quad_reduce(float x, Op op) {
   return op(x, __shfl_xor_sync(0xffffffff, x, 2));
 }
 
-// A step that knows the maxima moves a row's reference only when P would exceed 2^8 (E027).
-inline constexpr float kLog2RowSlack = 8.f;
-// A step that does not know them accepts that a lane's P of the step add up to this much: half of
-// what fp16 holds (E028).
-inline constexpr float kLargestGuess = 32768.f;
+// A step that knows the maxima moves a row's reference when P would exceed 2^2 (E027), one that
+// does not when a lane's P of the step add up to more than this (E028). Both dtypes would hold far
+// more. But a key with most of the weight should have the P 1, which rounding leaves alone: else O
+// is off by as much, in one direction, and the backward's rowsum(dO * O) with it.
+inline constexpr float kLog2RowSlack = 2.f;
+inline constexpr float kLargestGuess = 64.f;
 
 struct OnlineSoftmax {
   static constexpr int kRows = 2;
@@ -83,8 +84,9 @@ struct OnlineSoftmax {
 
   // The same without a look at the maxima, so that exponentials begin as soon as scores are there.
   // False, for the whole warp, where a row has no reference yet or its scores have outgrown it: the
-  // state is then as it was, and the scores are lost. `early_sum` is known when the first row's
-  // exponentials are in part (5/8) done, whose order among themselves ptxas leaves alone.
+  // state is then as it was, and `scores` holds P, finite or not. `early_sum` is known when the
+  // first row's exponentials are in part (5/8) done, whose order among themselves ptxas leaves
+  // alone.
   template <class Scores>
   CUTLASS_DEVICE bool try_step(Scores& scores, float& early_sum) {
     CUTLASS_PRAGMA_UNROLL
@@ -110,6 +112,37 @@ struct OnlineSoftmax {
     if (!__all_sync(0xffffffff, fits)) return false;
     CUTLASS_PRAGMA_UNROLL
     for (int r = 0; r < kRows; ++r) row_sum[r] = sum[r];
+    return true;
+  }
+
+  // What becomes of a step that try_step has refused: the references move to the largest P, where
+  // that is above 1. False, for the whole warp, if not all are finite: nothing has changed then.
+  template <class Scores>
+  CUTLASS_DEVICE bool raise_references(Scores& p, float (&correction)[kRows]) {
+    constexpr float kFinite = 0x1p120f;
+    float sum[kRows], largest[kRows];
+    bool finite = true;
+    CUTLASS_PRAGMA_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      sum[r] = 0.f;
+      largest[r] = 1.f;
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < size<1>(p); ++j) {
+        sum[r] += p(r, j);
+        largest[r] = fmaxf(largest[r], p(r, j));
+      }
+      largest[r] = quad_reduce(largest[r], [](float a, float b) { return fmaxf(a, b); });
+      finite &= sum[r] <= kFinite;
+    }
+    if (!__all_sync(0xffffffff, finite)) return false;
+    CUTLASS_PRAGMA_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      correction[r] = 1.f / largest[r];
+      reference[r] += log2f(largest[r]) / scale_log2;
+      row_sum[r] = (row_sum[r] + sum[r]) * correction[r];
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < size<1>(p); ++j) p(r, j) *= correction[r];
+    }
     return true;
   }
 
