@@ -15,6 +15,7 @@ PROBES = ["flash3", "torch", "driver", "GPU", "kernels", "CPU path", "GPU path"]
 H200 = ("NVIDIA H200", (9, 0), 132, 150_000_000_000)
 A100 = ("NVIDIA A100", (8, 0), 108, 80_000_000_000)
 
+TILE = {"m": 192, "n": 128, "kv_stages": 2}
 ROW = {
     "name": "fwd_bf16_hd64_causal",
     "pass": "fwd",
@@ -23,8 +24,8 @@ ROW = {
     "head_dim_v": 64,
     "mask": "causal",
     "layout": "dense",
+    "tile": TILE,
 }
-TILE = {"m": 192, "n": 128, "kv_stages": 2}
 
 
 def fake_plan(pass_, dtype, mask, *rest):
