@@ -2,11 +2,11 @@
 // start in the order of their key blocks, so that each waits only for CTAs that run or are done.
 //
 // Waiting for a turn is a read of L2, and passing it on waits until the sums have arrived there.
-// Neither holds up the tensor cores: two warps beside the producer do it, and meet the consumers at
-// named barriers (E020).
+// Neither holds up the tensor cores: two warps beside the producer do it, and meet each consumer
+// warpgroup at named barriers of its own, so that one may add before the other comes (E020, E031).
 //
 //   warp 1      read the turn until it has come -> kDqTurn -> read the next ...
-//   consumers               dQ(j) -> kDqTurn -> add -> kDqAdded           dQ(j + 1) -> kDqTurn ...
+//   warpgroup               dQ(j) -> kDqTurn -> add -> kDqAdded           dQ(j + 1) -> kDqTurn ...
 //   warp 2                  kDqTurn                 -> kDqAdded -> fence, pass the turn on ...
 #pragma once
 
@@ -35,15 +35,21 @@ struct BwdDqTurns {
         } while (added < key_blocks_before);
       }
       __syncwarp();
-      named_barrier_sync(BwdBarrier::kDqTurn, kTurnThreads);
+      for (int w = 0; w < T::kMmaWarpgroups; ++w) {
+        named_barrier_sync(barrier_at(BwdBarrier::kDqTurn, w), kTurnThreads);
+      }
     });
   }
 
   CUTLASS_DEVICE void pass_turns_on() {
     for_each_step([&](int* turn, int) {
       // No turn comes before the last one has been passed on: kDqAdded is free again.
-      named_barrier_arrive(BwdBarrier::kDqTurn, kTurnThreads);
-      named_barrier_sync(BwdBarrier::kDqAdded, kAddedThreads);
+      for (int w = 0; w < T::kMmaWarpgroups; ++w) {
+        named_barrier_arrive(barrier_at(BwdBarrier::kDqTurn, w), kTurnThreads);
+      }
+      for (int w = 0; w < T::kMmaWarpgroups; ++w) {
+        named_barrier_sync(barrier_at(BwdBarrier::kDqAdded, w), kAddedThreads);
+      }
       if (first_lane()) {
         // The barrier has ordered all consumers' sums before this fence and release.
         __threadfence();
@@ -53,8 +59,8 @@ struct BwdDqTurns {
     });
   }
 
-  static constexpr int kTurnThreads = T::kConsumerThreads + 2 * kThreadsPerWarp;
-  static constexpr int kAddedThreads = T::kConsumerThreads + kThreadsPerWarp;
+  static constexpr int kTurnThreads = kThreadsPerWarpgroup + 2 * kThreadsPerWarp;
+  static constexpr int kAddedThreads = kThreadsPerWarpgroup + kThreadsPerWarp;
 
  private:
   CUTLASS_DEVICE static bool first_lane() { return threadIdx.x % kThreadsPerWarp == 0; }
@@ -74,5 +80,38 @@ struct BwdDqTurns {
     }
   }
 };
+
+// Where the sum of a query block lies.
+template <class Row>
+struct DqBlock {
+  int64_t first_row;  // of all query rows, padded to whole blocks
+  int m_block;        // in its sequence
+
+  CUTLASS_DEVICE DqBlock(BwdArgs<Row> const& args, typename BwdSmem<Row>::TileArg tile,
+                         QueryBlockOf<Row::key.mask> at)
+      : first_row(args.head_row(tile.batch, at.head) + int64_t(at.m_block) * BwdTraits<Row>::kM),
+        m_block(at.m_block) {}
+};
+
+// The consumers' side: adds a query block's dQ, in its turn if sums are ordered.
+template <class Row, class Fragment>
+CUTLASS_DEVICE void add_dq(BwdArgs<Row> const& args, typename BwdSmem<Row>::TileArg tile,
+                           DqBlock<Row> const& block, Fragment const& dq, int warpgroup,
+                           int consumer_thread) {
+  using T = BwdTraits<Row>;
+  float* const block_sum = args.dq_accum + block.first_row * T::kHeadDim;
+  bool holds_queries = true;
+  if constexpr (T::kPacked) {
+    int const rows = tile.batch.q.length - block.m_block * T::kM;
+    holds_queries = dq_warp_row<T::kM>(consumer_thread) < rows;
+  }
+  if (args.dq_turn == nullptr) {
+    if (holds_queries) add_to_dq_accum<T::kDqPerThread>(block_sum, dq, consumer_thread);
+    return;
+  }
+  named_barrier_sync(barrier_at(BwdBarrier::kDqTurn, warpgroup), BwdDqTurns<Row>::kTurnThreads);
+  if (holds_queries) add_to_dq_accum<T::kDqPerThread>(block_sum, dq, consumer_thread);
+  named_barrier_arrive(barrier_at(BwdBarrier::kDqAdded, warpgroup), BwdDqTurns<Row>::kAddedThreads);
+}
 
 }  // namespace flash3

@@ -21,6 +21,9 @@ struct BwdSmem {
   Ring<1> kv_ring;
   Ring<T::kQSlots> q_ring;    // Q and lse_log2
   Ring<T::kDoSlots> do_ring;  // dO and dpsum
+  // dS^T of each warpgroup's keys, where they have keys of their own: the warps of one warpgroup
+  // fill a slot, all consumer warps release it.
+  Ring<T::kDsSlots> ds_rings[T::kMmaWarpgroups];
   // The CTA's tile, if the row is packed: read where it is needed, it takes no registers.
   using KeyTile = typename BwdArgs<Row>::KeyTile;
   using TileArg = std::conditional_t<T::kPacked, KeyTile const&, KeyTile>;
@@ -39,6 +42,7 @@ struct BwdSmem {
     kv_ring.init(T::kConsumerWarps);
     q_ring.init(T::kConsumerWarps);
     do_ring.init(T::kConsumerWarps);
+    for (auto& ring : ds_rings) ring.init(T::kConsumerWarps, kWarpsPerWarpgroup);
   }
 };
 

@@ -18,8 +18,7 @@ struct BwdTraits {
   static constexpr int kHeadDimV = Row::key.head_dim_v;  // of V and dO
   static constexpr int kQSlots = Row::tile.q_stages;
   static constexpr int kDoSlots = Row::tile.do_stages;
-  static constexpr int kDsSlots =
-      2;  // one barrier a step orders the exchange of dS because its slots alternate
+  static constexpr int kDsSlots = 2;
   static constexpr int kMmaWarpgroups = Row::tile.mma_warpgroups;
   static constexpr int kConsumerWarps = kMmaWarpgroups * kWarpsPerWarpgroup;
   static constexpr int kConsumerThreads = kMmaWarpgroups * kThreadsPerWarpgroup;
@@ -46,6 +45,12 @@ struct BwdTraits {
   using MaskType = Mask<Row::key.mask>;
   static constexpr bool kLocal = Row::key.mask == MaskKind::kLocal;
   using Limits = LimitsOf<Row::key.mask>;
+
+  // With keys of its own and 64 queries a step, a warpgroup has registers left: for its rows'
+  // statistics, read early, and for P, whose dV is issued early (own_keys.cuh). Not for the former
+  // beside what a mask of two sides and a packed sequence need.
+  static constexpr bool kDvEarly = !kKeysShared && kM == 64;
+  static constexpr bool kStatsInRegisters = kDvEarly && !(kPacked && kLocal);
 
   using Warpgroups = std::conditional_t<kKeysShared, Layout<Shape<_1, Int<kMmaWarpgroups>, _1>>,
                                         Layout<Shape<Int<kMmaWarpgroups>, _1, _1>>>;
@@ -102,12 +107,13 @@ struct BwdTraits {
   static constexpr int kDqPerThread = kM * kHeadDim / kConsumerThreads;
 };
 
+// Those of deterministic sums are one for each of two warpgroups.
 enum class BwdBarrier : int {
-  kDsReady = 1,                   // every consumer has written its part of dS
+  kDsReady = 1,                   // keys shared: every consumer has written its part of dS and P
   kConsumersDone = kDsReady + 1,  // every consumer has left the main loop
   kDqTurn = kConsumersDone + 1,   // deterministic sums: the CTA's turn has come
-  kDqAdded = kDqTurn + 1,         // and every consumer has added
-  kCount = kDqAdded + 1
+  kDqAdded = kDqTurn + 2,         // and the warpgroup has added
+  kCount = kDqAdded + 2
 };
 static_assert(static_cast<int>(BwdBarrier::kCount) <= kNumNamedBarriers);
 

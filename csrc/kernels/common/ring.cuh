@@ -74,8 +74,9 @@ struct Ring {
     full_barriers[at.slot].arrive();
   }
   // The same for a slot that several converged warps fill.
-  CUTLASS_DEVICE void commit_warp(Cursor const& at) {
-    if (threadIdx.x % kThreadsPerWarp == 0) commit(at);
+  CUTLASS_DEVICE void commit_warp(Cursor const& at,
+                                  bool one_lane = threadIdx.x % kThreadsPerWarp == 0) {
+    if (one_lane) commit(at);
   }
 
   CUTLASS_DEVICE void wait_full(Cursor const& at) {
@@ -83,9 +84,10 @@ struct Ring {
     compiler_fence();
   }
   // Called by converged warps that have finished reading the slot.
-  CUTLASS_DEVICE void release(Cursor const& at) {
+  CUTLASS_DEVICE void release(Cursor const& at,
+                              bool one_lane = threadIdx.x % kThreadsPerWarp == 0) {
     compiler_fence();
-    if (threadIdx.x % kThreadsPerWarp == 0) empty_barriers[at.slot].arrive();
+    if (one_lane) empty_barriers[at.slot].arrive();
   }
   // The same, but not before `value`, which is never negative (it may be NaN), is known. ptxas
   // moves a wait for wgmma up past arithmetic, but neither past this arrival, nor this arrival past

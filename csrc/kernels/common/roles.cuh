@@ -31,6 +31,15 @@ CUTLASS_DEVICE int warpgroup_index() {
 CUTLASS_DEVICE int warp_index_in_warpgroup() {
   return threadIdx.x / kThreadsPerWarp % kWarpsPerWarpgroup;
 }
+
+// The thread's index, in a register of its own. The compiler reads %tid again wherever it needs it,
+// and such a read waits behind all reductions and stores to memory that the warp has under way.
+CUTLASS_DEVICE int thread_index_in_register() {
+  int thread = threadIdx.x;
+  asm volatile("" : "+r"(thread));
+  return thread;
+}
+
 CUTLASS_DEVICE Role warpgroup_role() {
   return warpgroup_index() == 0 ? Role::kProducer : Role::kConsumer;
 }

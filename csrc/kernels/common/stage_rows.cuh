@@ -13,6 +13,15 @@ namespace flash3 {
 inline constexpr int kRowsPerWarp = 16;
 inline constexpr int kRowsPerWarpgroup = kWarpsPerWarpgroup * kRowsPerWarp;
 
+// Stores four 8x8 matrices of 16-bit elements; lane l names the address of row l % 8 of matrix l
+// / 8.
+CUTLASS_DEVICE void store_matrices(uint32_t address, uint32_t first, uint32_t second,
+                                   uint32_t third, uint32_t fourth) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(first), "r"(second), "r"(third), "r"(fourth)
+               : "memory");
+}
+
 // Writes this warp's 16 rows of `rounded`, an accumulator (kColumns wide) converted to 16 bits,
 // into rows row_in_tile and columns first_column on of a SwizzledTile of kRows rows and boxes of
 // kBox columns at `smem`, then makes them visible to TMA and wgmma.
@@ -21,7 +30,6 @@ CUTLASS_DEVICE void stage_warp_rows(Rounded const& rounded, Element* smem, int r
                                     int first_column = 0) {
   auto const words = recast<uint32_t const>(rounded);  // one word: two columns of one row
   int const lane = threadIdx.x % kThreadsPerWarp;
-  // stmatrix x4 stores four 8x8 matrices; lane l names the address of row l % 8 of matrix l / 8.
   // The matrices are, in fragment order, (rows 0-7, 8-15) x (columns 0-7, 8-15) of a 16 x 16 block.
   int const row = row_in_tile + lane % 16;
   CUTLASS_PRAGMA_UNROLL
@@ -31,11 +39,8 @@ CUTLASS_DEVICE void stage_warp_rows(Rounded const& rounded, Element* smem, int r
     // The swizzle of 128, 64 or 32 bytes: rows that share 128 bytes have the same.
     int const swizzled = chunk ^ (row / (kWidestBox / kBox) % (kBox / 8));
     Element* const address = smem + (column / kBox * kRows + row) * kBox + swizzled * 8;
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                     cast_smem_ptr_to_uint(address)),
-                 "r"(words(block * 4)), "r"(words(block * 4 + 1)), "r"(words(block * 4 + 2)),
-                 "r"(words(block * 4 + 3))
-                 : "memory");
+    store_matrices(cast_smem_ptr_to_uint(address), words(block * 4), words(block * 4 + 1),
+                   words(block * 4 + 2), words(block * 4 + 3));
   }
   // stmatrix writes through the generic proxy; TMA and wgmma read through the async one.
   cutlass::arch::fence_view_async_shared();
