@@ -10,8 +10,8 @@
 
 #include "backward/args.cuh"
 #include "backward/cluster_sum.cuh"
-#include "backward/own_keys.cuh"
-#include "backward/shared_keys.cuh"
+#include "backward/consumer_own_keys.cuh"
+#include "backward/consumer_shared_keys.cuh"
 #include "backward/smem.cuh"
 #include "common/stage_rows.cuh"
 

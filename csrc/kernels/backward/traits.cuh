@@ -47,8 +47,8 @@ struct BwdTraits {
   using Limits = LimitsOf<Row::key.mask>;
 
   // With keys of its own and 64 queries a step, a warpgroup has registers left: for its rows'
-  // statistics, read early, and for P, whose dV is issued early (own_keys.cuh). Not for the former
-  // beside what a mask of two sides and a packed sequence need.
+  // statistics, read early, and for P, whose dV is issued early (consumer_own_keys.cuh). Not for
+  // the former beside what a mask of two sides and a packed sequence need.
   static constexpr bool kDvEarly = !kKeysShared && kM == 64;
   static constexpr bool kStatsInRegisters = kDvEarly && !(kPacked && kLocal);
 
