@@ -4,8 +4,8 @@
 //   S^T = K Q^T      P^T = exp2(S^T * scale - LSE)      dV += P^T dO
 //   dP^T = V dO^T    dS^T = P^T * (dP^T - dPsum)        dK += dS^T Q       dQ += dS K
 //
-// The first four stay within the warpgroup's own keys. dQ sums over all keys of the CTA, so dS is
-// exchanged through shared memory.
+// dQ sums over all keys of the CTA, so dS is exchanged through shared memory. There are two main
+// loops: consumer_own_keys.cuh and, for wide heads, consumer_shared_keys.cuh.
 #pragma once
 
 #include "backward/args.cuh"
@@ -39,7 +39,6 @@ struct BwdConsumer {
     clear(dv);
     if (blocks.begin < blocks.end) {
       smem.kv_ring.wait_full({});
-      int const thread = T::kKeysShared ? int(threadIdx.x) : thread_index_in_register();
       MainLoop{args, smem, warpgroup}.run(tile, blocks, dk, dv);
     }
     write_output(tile, dk, dv);

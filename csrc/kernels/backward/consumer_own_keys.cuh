@@ -112,13 +112,12 @@ struct BwdOwnKeys {
         scores.to_probabilities(s, tile, at, lse);
         gemms.issue_dp(do_next.slot, dp);
         issue_dv(do_next);
-        dpsum = scores.dpsum(do_next.slot);
       } else {
         gemms.issue_dp(do_next.slot, dp);
         warpgroup_wait<2>();  // S
         scores.to_probabilities(s, tile, at, lse);
-        dpsum = scores.dpsum(do_next.slot);
       }
+      dpsum = scores.dpsum(do_next.slot);
       warpgroup_wait<T::kDvEarly>();  // dK, and dP of the next step
       smem.q_ring.release(q_at, cute::elect_one_sync());
     };
