@@ -24,20 +24,25 @@ bool sums_as_asked(FwdTile const& tile, Problem const& problem) {
 }
 bool sums_as_asked(BwdTile const&, Problem const&) { return true; }
 
-// What the queries of a head cost in tiles of a row, whose last one may be nearly empty, in rows of
-// a tile of three warpgroups: a tile of two takes 1.2 times as long for each (E030).
-double query_cost(FwdTile const& tile, Problem const& problem) {
-  int64_t const tiles = (int64_t{problem.seqlen_q} + tile.m - 1) / tile.m;
-  return double(tiles * tile.m) * (tile.mma_warpgroups == 3 ? 1.0 : 1.2);
+// What the queries and keys of a head cost in tiles of a row, of which the last ones may be nearly
+// empty: in scores of a row with three warpgroups and 192 keys a step. A tile of two takes 1.2
+// times as long for each query (E030), a step of fewer keys 1.1 times for each key (E032).
+double cost_in_tiles(FwdTile const& tile, Problem const& problem) {
+  auto const whole = [](int length, int tile_length) {
+    return double((int64_t{length} + tile_length - 1) / tile_length * tile_length);
+  };
+  double const queries = whole(problem.seqlen_q, tile.m) * (tile.mma_warpgroups == 3 ? 1.0 : 1.2);
+  double const keys = whole(problem.seqlen_k, tile.n) * (tile.n >= 192 ? 1.0 : 1.1);
+  return queries * keys;
 }
-double query_cost(BwdTile const&, Problem const&) { return 0.0; }
+double cost_in_tiles(BwdTile const&, Problem const&) { return 0.0; }
 
 // The smallest row whose head_dims hold the problem's, and of equals the one whose tiles suit its
-// queries; null if none holds it. TMA pads the difference with zeros.
+// lengths; null if none holds it. TMA pads the difference with zeros.
 template <class Entry>
 Entry const* find(std::span<Entry const> table, Problem const& problem) {
   auto const order = [&](Entry const& row) {
-    return std::tuple(row.key.head_dim, row.key.head_dim_v, query_cost(row.tile, problem));
+    return std::tuple(row.key.head_dim, row.key.head_dim_v, cost_in_tiles(row.tile, problem));
   };
   Entry const* best = nullptr;
   for (Entry const& row : table) {

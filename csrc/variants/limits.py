@@ -149,8 +149,8 @@ def problems(row: Fwd | Bwd) -> list[str]:
         require(row.m == expected, f"m {row.m} is not 64 * mma_warpgroups = {expected}")
         stages = (row.q_stages, row.kv_stages)
         require(
-            not row.guesses or (row.key.mask != "local" and not is_fp8(row)),
-            "guesses, which neither local nor e4m3 rows can",
+            not row.guesses or row.key.mask != "local",
+            "guesses, which local rows cannot",
         )
     else:
         expected = WARPGROUP_ROWS * row.mma_warpgroups
@@ -187,14 +187,14 @@ def problems(row: Fwd | Bwd) -> list[str]:
 def check(rows: Iterable[Fwd | Bwd], one_row_per_key: bool = True) -> None:
     """Raise LimitError unless every row can be built, the table is within its budget and no key has two equal rows.
 
-    Dispatch knows a row by its key and, in the forward, by m, which the number of queries chooses. With
+    Dispatch knows a row by its key and, in the forward, by its tile, which the numbers of queries and keys choose. With
     ``one_row_per_key=False`` only the names must differ: rows of an experiment, which are launched by name.
     """
     rows = list(rows)
     faults = [f"{row.name}: {'; '.join(found)}" for row in rows if (found := problems(row))]
     keys = [
         f"{type(row).__name__.lower()}_{row.key.suffix}{'_two_level' * sums_twice(row)}"
-        + (f" m {row.m}" if isinstance(row, Fwd) else "")
+        + (f" {row.m} x {row.n}" if isinstance(row, Fwd) else "")
         if one_row_per_key
         else row.name
         for row in rows

@@ -56,7 +56,7 @@ class Fwd:
     tag: str = (
         ""  # ends the name: tells tiles of one key apart, of which two_level or the queries choose
     )
-    guesses: bool = False  # f16, bf16: P relative to earlier blocks' maxima, checked afterwards
+    guesses: bool = False  # P relative to earlier blocks' maxima, checked afterwards
     overlap: bool = True  # e4m3: softmax beside P V of its own warpgroup
     two_level: bool = False  # e4m3: O is summed in fp32 outside the tensor cores
 
@@ -166,12 +166,14 @@ BACKWARD += [
 
 # fmt: off
 FP8: list[Fwd] = [
-    _fp8( 64, "full",   m=192, n=128, kv_stages=2, q_stages=2, mma_warpgroups=3, pingpong=True,  dynamic_schedule=False, why="E023"),
-    _fp8( 64, "causal", m=192, n=128, kv_stages=2, q_stages=2, mma_warpgroups=3, pingpong=False, dynamic_schedule=True,  why="E026"),
-    _fp8(128, "full",   m=128, n=192, kv_stages=2, q_stages=2, mma_warpgroups=2, pingpong=True,  dynamic_schedule=False, why="E026"),
-    _fp8(128, "causal", m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, pingpong=False, dynamic_schedule=True,  why="E023"),
-    _fp8(256, "full",   m=128, n=128, kv_stages=2, q_stages=1, mma_warpgroups=2, pingpong=True,  dynamic_schedule=False, why="E026", overlap=False),
-    _fp8(256, "causal", m=128, n=128, kv_stages=2, q_stages=1, mma_warpgroups=2, pingpong=False, dynamic_schedule=True,  why="E026", overlap=False),
+    _fp8( 64, "full",   m=192, n=128, kv_stages=4, q_stages=2, mma_warpgroups=3, pingpong=True,  dynamic_schedule=False, guesses=True,  why="E032"),
+    _fp8( 64, "causal", m=192, n=128, kv_stages=4, q_stages=2, mma_warpgroups=3, pingpong=False, dynamic_schedule=True,  guesses=True,  why="E032"),
+    _fp8(128, "full",   m=128, n=192, kv_stages=2, q_stages=2, mma_warpgroups=2, pingpong=True,  dynamic_schedule=False, guesses=True,  why="E032"),
+    _fp8(128, "causal", m=128, n=128, kv_stages=4, q_stages=2, mma_warpgroups=2, pingpong=False, dynamic_schedule=True,  guesses=True,  why="E032"),
+    _fp8(256, "full",   m=128, n=128, kv_stages=2, q_stages=1, mma_warpgroups=2, pingpong=True,  dynamic_schedule=False, guesses=True,  why="E032", overlap=False),
+    _fp8(256, "causal", m=128, n=128, kv_stages=2, q_stages=1, mma_warpgroups=2, pingpong=False, dynamic_schedule=True,  guesses=True,  why="E032", overlap=False),
+    # A second tile, for the numbers of keys that it suits better.
+    _fp8(128, "full",   m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, pingpong=True,  dynamic_schedule=False, guesses=True,  why="E032", tag="n128"),
     # O summed in fp32 outside the tensor cores takes registers for a second accumulator.
     _fp8( 64, "full",   m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, pingpong=True,  dynamic_schedule=False, why="E023", two_level=True, tag="twolevel"),
     _fp8( 64, "causal", m=128, n=128, kv_stages=2, q_stages=2, mma_warpgroups=2, pingpong=True,  dynamic_schedule=True,  why="E023", two_level=True, tag="twolevel"),

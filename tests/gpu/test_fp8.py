@@ -153,6 +153,26 @@ def test_block_scales_of_different_sizes():
     assert_right(results, tensors, scale, True)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 112, 128, 256])
+@pytest.mark.parametrize("largest", [1, 3, 30, 3000])
+@pytest.mark.parametrize("rise", ["at once", "steadily"])
+def test_scores_outgrow_those_of_earlier_keys(rise, largest, head_dim, causal):
+    """By little, by more than e4m3 holds relative to them, and by more than exp2 does; in one block, or in most."""
+    q, k, v = (torch.randn(2, n, 2, head_dim, device="cuda").to(E4M3) for n in (600, 1100, 1100))
+    factors = torch.linspace(1, largest, 9, device="cuda")
+    if rise == "at once":
+        factors = torch.where(factors > factors.mean(), float(largest), 1.0)
+    k_scale = factors.expand(2, 2, 9).contiguous()
+    v_scale = torch.linspace(1, 0.01, 18, device="cuda").expand(2, 2, 18).contiguous()
+    scale = head_dim**-0.5
+    results = forward(
+        q, k, v, None, k_scale, v_scale, 128, 128, 64, scale, 1.0, causal, False, None, 0
+    )
+    tensors = q.double(), dequantized(k, k_scale, 128), dequantized(v, v_scale, 64)
+    assert_right(results, tensors, scale, causal)
+
+
 def test_forms_of_descales():
     q, k, v = (torch.randn(2, 300, h, 128, device="cuda").to(E4M3) for h in (4, 2, 2))
     by_head = [torch.rand(2, 2, device="cuda") + 0.5 for _ in range(3)]
@@ -222,6 +242,25 @@ def test_bitwise_repeatable():
     for _ in range(20):
         again = flash3.flash_attn_fp8_func(q, k, v, causal=True, return_lse=True)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize(
+    "keys, n", [(1, 128), (129, 192), (192, 192), (197, 128), (512, 128), (1024, 128), (2048, 192)]
+)
+def test_of_two_tiles_the_one_that_suits_the_keys(keys, n):
+    """At head_dim 128 without a mask a step has 192 keys, or 128 where those of 192 would be emptier."""
+    q, k = (torch.randn(1, s, 1, 128, device="cuda").to(E4M3) for s in (100, keys))
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    forward(q, k, k, None, None, None, 128, 128, 128, 0.1, 1.0, False, False, None, 0)
+    with torch.profiler.profile(activities=activities) as profile:
+        forward(q, k, k, None, None, None, 128, 128, 128, 0.1, 1.0, False, False, None, 0)
+        torch.cuda.synchronize()
+    cuda = torch.autograd.DeviceType.CUDA
+    names = [event.name for event in profile.events() if event.device_type == cuda]
+    if not names:
+        pytest.skip("the profiler sees no GPU activity here")
+    assert len(names) == 1 and "fwd_e4m3_hd128_full" in names[0]
+    assert ("_n128" in names[0]) == (n == 128)
 
 
 def test_transposed_and_natural_values_agree():

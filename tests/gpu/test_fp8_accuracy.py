@@ -55,7 +55,11 @@ def test_experiment_of_the_paper(head_dim, granularity, hadamard, causal):
 
 
 def spec(q, k, v, causal, granularity, hadamard):
-    """What rounding q, k, v and P to e4m3 leaves of out: the kernels' online softmax, in float32, 128 keys a step."""
+    """What rounding q, k, v and P to e4m3 leaves of out: the kernels' online softmax, in float32, 128 keys a step.
+
+    A row's reference moves where a P is above 400 or, up to head_dim 64, what a lane has of a step: two of eight
+    neighbours.
+    """
     x = fp8.quantize_qkv(q, k, v, granularity=granularity, hadamard=hadamard, transpose_v=False)
     descales, block = (x.q_descale, x.k_descale, x.v_descale), x.block
     if granularity != "block":
@@ -70,12 +74,17 @@ def spec(q, k, v, causal, granularity, hadamard):
     scores.masked_fill_(~seen_keys(q.shape[2], k.shape[2], causal, device="cuda"), -torch.inf)
     out, total = torch.zeros_like(q), torch.zeros_like(q[..., :1])
     reference = torch.full_like(total, -torch.inf)
+    of_lanes = q.shape[-1] <= 64
+    log2_scale = 3 if of_lanes else 5
     for keys in torch.arange(k.shape[2], device="cuda").split(128):
         largest = scores[..., keys].amax(-1, keepdim=True)
-        moved = torch.where(largest > reference + 0.75, largest, reference)
+        judged = torch.exp2(scores[..., keys] - reference.clamp(min=-(2.0**100)) + log2_scale)
+        if of_lanes:
+            judged = judged.unflatten(-1, (-1, 4, 2)).sum((-3, -1))
+        moved = torch.where(judged.amax(-1, keepdim=True) > 400, largest, reference)
         correction = torch.exp2(reference - moved)
         reference = moved
-        probs = torch.exp2(scores[..., keys] - reference + 8)
+        probs = torch.exp2(scores[..., keys] - reference + log2_scale)
         out = out * correction + probs.to(torch.float8_e4m3fn).float() @ v[:, :, keys]
         total = total * correction + probs.sum(-1, keepdim=True)
     return (out / total).transpose(1, 2)

@@ -31,7 +31,7 @@ def plan(name, shape, *, num_sms=132, deterministic=False, narrower=0):
 
 
 def rows_of_its_key(name):
-    """The row, and those whose tiles alone differ: which of them runs goes by the queries."""
+    """The row, and those whose tiles alone differ: which of them runs goes by the lengths."""
     key = ("pass", "dtype", "mask", "layout", "head_dim", "head_dim_v")
     return {other for other in DENSE if all(ROWS[other][k] == ROWS[name][k] for k in key)}
 

@@ -100,7 +100,7 @@ def test_row_names_the_experiment_that_chose_it(row):
         (replace(FWD, kv_stages=4), "bytes of shared memory"),
         (replace(FWD, n=256, kv_stages=1), "registers a thread"),
         (replace(FWD, kv_stages=0), "not all at least 1"),
-        (replace(FWD, guesses=True, key=replace(FWD.key, mask="local")), "guesses, which neither"),
+        (replace(FWD, guesses=True, key=replace(FWD.key, mask="local")), "guesses, which local"),
         (replace(FWD, m=256, mma_warpgroups=4), "mma_warpgroups 4"),
         (replace(FWD, key=replace(FWD.key, head_dim=80)), "head_dim 80 is not a multiple of 32"),
         (replace(FWD, key=replace(FWD.key, v=72)), "head_dim 72 is not a multiple of 32"),
@@ -175,7 +175,7 @@ def test_filter_selects_rows_by_words(spec, names):
 @pytest.mark.parametrize("spec", ["hd512", "f1", "fwd,bwd", ",", "BF16"])
 def test_filter_without_a_match_lists_the_words(spec):
     words = "bf16, bwd, causal, e4m3, f16, full, fwd, hd128, hd192, hd256, hd64, hd96, "
-    words += "local, m128, packed, twolevel, v128"
+    words += "local, m128, n128, packed, twolevel, v128"
     with pytest.raises(generate.FilterError, match=words):
         generate.select(spec)
 

@@ -2,6 +2,8 @@
 // operands e4m3, all sums fp32. The same schedule as forward/consumer.cuh.
 #pragma once
 
+#include "common/stage_rows.cuh"
+#include "common/warp_gemm.cuh"
 #include "fp8/args.cuh"
 #include "fp8/smem.cuh"
 #include "fp8/softmax.cuh"
@@ -13,7 +15,7 @@ template <class Row>
 struct Fp8Consumer {
   using T = Fp8Traits<Row>;
   using Element = typename T::Element;
-  using Softmax = ScaledSoftmax<T::kScaleGroups>;
+  using Softmax = ScaledSoftmax<T::kScaleGroups, T::kJudgesSums>;
   using Units = ValueUnits<T::kScaleGroups>;
 
   Fp8Args<Row> const& args;
@@ -227,15 +229,39 @@ struct Fp8Consumer {
       auto scores_next = rows_and_columns(s_next);
       if constexpr (decltype(masked)::value) mask_scores(scores_next, n);
       float const unit_factor = units.advance(scales.v_log2, shift);
-      softmax.step(scores_next, scales.k, shift, correction);
-      // Holds the wait for P V back, as in the forward (E015).
-      smem.k_ring.release_after(correction[1], k_at);
-      k_at.advance();
-      if constexpr (T::kOverlap) {
-        warpgroup_wait<0>();  // O with block n - 1
-        finish_pv();
+      auto await_pv = [&] {
+        if constexpr (T::kOverlap) {
+          warpgroup_wait<0>();  // O with block n - 1
+          finish_pv();
+        }
+      };
+      if constexpr (T::kGuesses) {
+        float known_early;
+        auto const sums = softmax.guess(scores_next, scales.k, shift, known_early);
+        if constexpr (T::kOverlap) hold_wait_until_known(known_early);
+        await_pv();
+        round_to_e4m3(s_next, p);
+        correction[0] = correction[1] = 1.f;
+        bool const fits = T::kJudgesSums ? sums.judged_small() : !any_above_384(p);
+        if (__builtin_expect(!__all_sync(0xffffffff, fits), false)) {
+          if (!softmax.raise_references(scores_next, sums, correction)) {
+            warp_gemm(sQ, warp_row_in_tile(warpgroup), sK(_, _, k_at.slot), scores_next);
+            if constexpr (decltype(masked)::value) mask_scores(scores_next, n);
+            softmax.step(scores_next, scales.k, shift, correction);
+          }
+          round_to_e4m3(s_next, p);
+        } else {
+          softmax.accept(sums);
+        }
+        smem.k_ring.release(k_at);
+      } else {
+        softmax.step(scores_next, scales.k, shift, correction);
+        // Holds the wait for P V back, as in the forward (E015).
+        smem.k_ring.release_after(correction[1], k_at);
+        await_pv();
+        round_to_e4m3(s_next, p);
       }
-      round_to_e4m3(s_next, p);
+      k_at.advance();
       CUTLASS_PRAGMA_UNROLL
       for (int r = 0; r < 2; ++r) o_factor[r] = correction[r] * unit_factor;
       if constexpr (!T::kTwoLevel) {

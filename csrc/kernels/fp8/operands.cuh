@@ -82,6 +82,18 @@ CUTLASS_DEVICE void round_to_e4m3(Scores const& scores, Operand& operand) {
   }
 }
 
+// Whether a number in the operand, none of them negative, has been rounded to more than 384 (or is
+// NaN): for a few integer instructions, as four numbers share a register.
+template <class Operand>
+CUTLASS_DEVICE bool any_above_384(Operand const& operand) {
+  constexpr uint32_t kToSignBit = 0x80 - 0x7d;  // 0x7d is 416, the next one
+  auto const words = recast<uint32_t const>(operand);
+  uint32_t signs = 0;
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < size(words); ++i) signs |= words(i) + kToSignBit * 0x01010101u;
+  return (signs & 0x80808080u) != 0;
+}
+
 // Transposes 64 keys x 16 dimensions of V, from chunk `d_chunk` of keys 64 * key_block on, into
 // the order above. One warp.
 template <class From, class To, class Element>

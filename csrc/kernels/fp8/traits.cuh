@@ -36,6 +36,10 @@ struct Fp8Traits {
 
   static constexpr bool kOverlap = Row::tile.overlap;
   static constexpr bool kTwoLevel = Row::tile.two_level;
+  static constexpr bool kGuesses = Row::tile.guesses;
+  // With three warpgroups issue slots are short, with two the rounding of P gets between the
+  // exponentials only if the vote on a guess needs it (E032).
+  static constexpr bool kJudgesSums = kGuesses && kMmaWarpgroups == 3;
 
   using MaskType = Mask<Row::key.mask>;
   using Order = std::conditional_t<Row::key.mask == MaskKind::kCausal, LongestFirst, InOrder>;
