@@ -60,6 +60,22 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch):
     assert fp8.failed({"cells": [{"results": results}]})
 
 
+def test_the_ceiling_is_the_median_of_three_times(monkeypatch):
+    """Before the cells, half way and after them."""
+    ran, speeds = [], iter([1500.0, 1390.0, 1410.0])
+    monkeypatch.setattr(
+        fp8, "scaled_mm_ceiling", lambda *_: (ran.append("product"), next(speeds))[1]
+    )
+    monkeypatch.setattr(fp8, "copy_bandwidth", lambda *_: 4.0)
+    monkeypatch.setattr(fp8, "measure_cell", lambda *_: ran.append("cell"))
+    result = {"ceilings": {}, "cells": []}
+    fp8.measure([TINY] * 3, QUICK, CPU, result)
+    assert ran == ["product", "cell", "cell", "product", "cell", "product"]
+    assert result["ceilings"] == {
+        "fp8": 1410.0, "fp8_measured": [1500.0, 1390.0, 1410.0], "copy_TBps": 4.0
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("share", [1.0, 1.25])
 def test_standings_are_shares_of_the_ceiling_over_the_best_peers(share):
     result, targets = made_up_result(share)
