@@ -391,8 +391,7 @@ def test_experiments_table_has_tiles_of_one_key(tmp_path):
 
 
 def test_shipped_table_has_one_row_for_a_key_and_tile():
-    tile = f"{FULL.m} x {FULL.n}"
-    with pytest.raises(limits.LimitError, match=f"{FULL.name} {tile}: 2 rows have this key"):
+    with pytest.raises(limits.LimitError, match=f"{FULL.name} 192 x 128: 2 rows have this key"):
         limits.check([*all_rows(), replace(FULL, tag="again")])
     limits.check([FULL, TAGGED], one_row_per_key=False)
     with pytest.raises(limits.LimitError, match=f"{TAGGED.name}: 2 rows have this name"):
